@@ -1,0 +1,1 @@
+"""Tiered storage for the KV cache of language-model servers."""

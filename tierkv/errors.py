@@ -1,0 +1,72 @@
+"""What tierkv raises. Misses, refusals and failures of single keys are values (:class:`~tierkv.Outcome`), not exceptions."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class TierKVError(Exception):
+    """Base of every exception that tierkv raises on purpose."""
+
+
+class ConfigError(TierKVError, ValueError):
+    """A setting is wrong. Raised before anything was created.
+
+    The message is one sentence with the option, the value given, what is allowed and the nearest valid value.
+    Build it with :func:`bad_setting` or :func:`unknown_setting`, so that all of them read alike.
+    """
+
+
+class ClosedError(TierKVError):
+    """The cache, tier or pool was closed before or while the call ran."""
+
+
+class PinError(TierKVError):
+    """A lease was used after it ended, or asked for a chunk that it does not hold."""
+
+
+class ChunkSizeError(TierKVError, ValueError):
+    """A buffer's length differs from its chunk's, or a chunk is larger than the tier's slots."""
+
+
+class TierError(TierKVError):
+    """A tier could not do what it was asked.
+
+    Attributes:
+        tier: the tier's name.
+        keys: the chunk keys concerned; empty if the whole tier is.
+    """
+
+    def __init__(self, tier: str, message: str, keys: Sequence[bytes] = ()) -> None:
+        super().__init__(f"{tier}: {message}")
+        self.tier = tier
+        self.keys = tuple(keys)
+
+
+class TierReadError(TierError):
+    """A read failed although the chunk may well be intact (EIO, EMFILE, a deadline)."""
+
+
+class TierWriteError(TierError):
+    """A write failed; nothing of the chunk is visible."""
+
+
+class CorruptChunkError(TierError):
+    """What was stored under a key is not what was written. The chunk was removed and is a miss from now on."""
+
+
+def bad_setting(option: str, value: object, allowed: str, nearest: object = None) -> ConfigError:
+    """One sentence: ``option`` is ``value``; ``allowed`` is what it may be; ``nearest`` the closest valid value."""
+    hint = "" if nearest is None else f"; nearest valid value: {nearest}"
+    return ConfigError(f"{option} is {value!r}, but must be {allowed}{hint}")
+
+
+def unknown_setting(option: str, where: str, known: Iterable[str]) -> ConfigError:
+    """One sentence for a key that nobody reads, naming the key that was probably meant."""
+    names = sorted(known)
+    close = difflib.get_close_matches(option, names, n=1, cutoff=0.0)
+    return ConfigError(
+        f"{where} has no option {option!r}; it knows {', '.join(names)}"
+        + (f"; nearest valid option: {close[0]}" if close else "")
+    )

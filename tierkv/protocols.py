@@ -1,0 +1,176 @@
+"""The five frozen protocols, and the optional capabilities that a tier or policy may add.
+
+A protocol is frozen: a new method would be a new major version. What only some can do is a capability, found by
+``isinstance`` once, when a level is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from tierkv.types import Chunk, ChunkKey, Found, Outcome
+
+Clock = Callable[[], float]
+"""Seconds, monotonic. Handed in wherever time matters, so that tests own it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a tier is told when it opens."""
+
+    chunk_nbytes: int
+    """Largest payload of a chunk of any group; ``Chunk.nbytes`` is the true length of one."""
+    stride_nbytes: int
+    """Distance of primary slots: ``chunk_nbytes`` rounded up to 4,096."""
+    namespace: bytes
+    """Canonical bytes of the :class:`~tierkv.Namespace`; a persistent tier keeps namespaces apart."""
+    capacity_nbytes: int
+    """The bytes the level may hold; 0 means that the tier chooses its own default (see :class:`Bounded`)."""
+
+
+class Tier(Protocol):
+    """Holds whole chunks by key. Moves bytes; decides nothing.
+
+    Every call is a batch and answers per key, in order. A write is visible all at once or not at all, per key.
+
+    Concurrency: calls on different keys may overlap; the cache never overlaps two writes of one key. Cancellation:
+    the cache does not cancel these calls, since a thread behind one would go on; a tier must not rely on it.
+    Constructors do no I/O.
+    """
+
+    @property
+    def name(self) -> str:
+        """Stable; used in metrics and messages."""
+        ...
+
+    async def open(self, ctx: TierContext) -> None: ...
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
+
+    async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> Sequence[Outcome]:
+        """Fill each buffer, whose length is the chunk's true length or more; bytes past the chunk are zeroed."""
+        ...
+
+    async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
+        """Store ``chunk.nbytes`` leading bytes of each buffer under its key, replacing an earlier copy."""
+        ...
+
+    async def delete(self, keys: Sequence[ChunkKey]) -> None:
+        """Forget the keys and free their bytes; absent ones are ignored."""
+        ...
+
+    async def aclose(self) -> None:
+        """Idempotent. Releases everything even when it raises or is cancelled."""
+        ...
+
+
+@runtime_checkable
+class HostTier(Tier, Protocol):
+    """A tier of fixed slots in addressable host memory. Level 0, the primary, must be one.
+
+    For the primary the ledger assigns slots and only ``slot_view`` is used; keyed calls serve a lower level.
+    """
+
+    @property
+    def n_slots(self) -> int:
+        """Valid once open."""
+        ...
+
+    def slot_view(self, slot: int) -> memoryview:
+        """Writable view of one slot, ``stride_nbytes`` long. Valid until ``aclose``."""
+        ...
+
+
+@runtime_checkable
+class Charging(Protocol):
+    """A tier on which a chunk occupies more than its payload (headers, rounding)."""
+
+    def charge_nbytes(self, chunk_nbytes: int) -> int:
+        """Bytes that a payload of this length occupies. Pure."""
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A tier that knows a tighter or changing limit: a default capacity, or this owner's share of a root."""
+
+    def share_nbytes(self) -> int:
+        """Bytes that this process may hold now. Cheap and callable from any thread; the level follows it."""
+        ...
+
+
+@runtime_checkable
+class ScanTier(Protocol):
+    """A persistent tier: it brings chunks along from earlier runs and from other owners."""
+
+    @property
+    def writable(self) -> bool:
+        """False until the total on the medium is known and trimmed; writes wait for it. Any thread."""
+        ...
+
+    def settled(self, key: ChunkKey) -> bool:
+        """True if a key unknown to the ledger is surely absent; False asks for a :meth:`probe`. Cheap, any thread."""
+        ...
+
+    def scan(self) -> AsyncIterator[Sequence[Found]]:
+        """What is there, coldest first where the tier knows; runs on for later news (adoptions) until closed."""
+        ...
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> Sequence[Found | None]:
+        """Look for keys that the scan has not reached, or that another owner may have written since."""
+        ...
+
+    async def save_order(self, chunks: Sequence[Chunk]) -> None:
+        """Remember recency, coldest first, for the next open; called once before a clean ``aclose``."""
+        ...
+
+
+class EvictionPolicy(Protocol):
+    """A total order over resident chunks. No bytes, no I/O, no clock that it was not handed.
+
+    Chunks of one request come in one call, in prefix order, so that an order can prefer tails to heads.
+    """
+
+    def on_insert(self, chunks: Sequence[Chunk]) -> None: ...
+
+    def on_access(self, chunks: Sequence[Chunk]) -> None:
+        """A request used these resident chunks. A chunk may know its parent now where it did not before."""
+        ...
+
+    def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        """``evicted`` is False for deletes, resets, failures: then no ghost should be kept."""
+        ...
+
+    def victims(self) -> Iterator[ChunkKey]:
+        """Every resident key once, first to leave first, less what is held. Lazy; not advanced across a mutation."""
+        ...
+
+
+@runtime_checkable
+class PinAware(Protocol):
+    """A policy whose :meth:`~EvictionPolicy.victims` skips held keys without a scan over them."""
+
+    def hold(self, key: ChunkKey) -> None: ...
+
+    def release(self, key: ChunkKey) -> None: ...
+
+
+@runtime_checkable
+class Expiring(Protocol):
+    """A policy whose chunks can expire: an expired chunk answers a miss and the next trim removes it."""
+
+    def expired(self, chunk: Chunk) -> bool: ...
+
+
+class Admission(Protocol):
+    """Who may enter a level. Asked once for each offer of a chunk that the level lacks; may count offers."""
+
+    def admits(self, chunk: Chunk) -> bool: ...
+
+
+class Chunker(Protocol):
+    """Tokens to chunks. Pure: longer input extends the result and never changes it."""
+
+    def chunks(self, tokens: Sequence[int], *, extra: bytes = b"") -> Sequence[Chunk]: ...
