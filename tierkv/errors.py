@@ -1,4 +1,7 @@
-"""What tierkv raises. Misses, refusals and failures of single keys are values (:class:`~tierkv.Outcome`), not exceptions."""
+"""What tierkv raises.
+
+Misses, refusals and failures of single keys are values (:class:`~tierkv.Outcome`), not exceptions.
+"""
 
 from __future__ import annotations
 

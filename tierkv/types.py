@@ -113,6 +113,8 @@ class PrefixHit:
 
 
 class TransferKind(StrEnum):
+    """Which way a chunk goes, and why."""
+
     PROMOTE = "promote"
     """A lower level's chunk is read into a primary slot."""
     CASCADE = "cascade"
@@ -141,6 +143,8 @@ class Transfer:
 
 
 class EventKind(StrEnum):
+    """Whether a chunk became readable or stopped being so."""
+
     STORED = "stored"
     REMOVED = "removed"
 
