@@ -86,9 +86,7 @@ def _children() -> frozenset[int]:
 
 def _command(pid: int) -> str:
     try:
-        return (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip() or "zombie"
-        )
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
     except OSError:
         return "gone"
     return words.decode(errors="replace").strip() or "zombie"
