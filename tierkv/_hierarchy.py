@@ -1,0 +1,298 @@
+"""All levels together: where each chunk is, what may enter, who must leave, and which copies that takes.
+
+A plain state machine: synchronous, no I/O, no thread, no clock. Callers ask and are answered at once; the copies that
+follow are :class:`~tierkv.types.Transfer` values for somebody else to run (:meth:`Hierarchy.take_transfers`), whose end
+comes back through :meth:`Hierarchy.finish`. It belongs to one thread: the event loop's under
+:class:`~tierkv.TieredCache`, the scheduler's under vLLM.
+
+The path of one chunk: ``offer`` reserves a primary slot -> the device copies -> ``commit_store`` -> CASCADE transfers
+to the levels below -> evicted from the primary by a later offer -> ``find`` says that a lower level has it ->
+``promote`` reserves a slot and emits a read -> ``finish`` -> leased and loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from tierkv._flow import NOTHING, Flow
+from tierkv._ledger import GONE, PENDING, Entry
+from tierkv._level import LevelBooks, Writes, bare
+from tierkv.types import (
+    Chunk,
+    ChunkKey,
+    Event,
+    EventKind,
+    Found,
+    LevelStatistics,
+    Outcome,
+    PrefixHit,
+    Reason,
+    Stop,
+    Transfer,
+    TransferKind,
+)
+
+ABSENT = -1
+UNSETTLED = -2
+"""Answers of :meth:`Hierarchy.find`: no level has the key; no ledger knows it, but a tier should be probed."""
+
+
+class Offer(NamedTuple):
+    """What became of chunks that somebody wants to store: per key reserved, already there, or refused."""
+
+    reserved: list[Entry]
+    """PENDING primary entries, in the order in which room was given. Fill their slots, then commit or abort each."""
+    present: list[Entry]
+    refused: list[tuple[Chunk, Reason]]
+
+
+class Hierarchy(Flow):
+    """See the module.
+
+    Args:
+        plans: the levels, fastest first; the first must have slots.
+        record_events: keep events for :meth:`take_events`; off by default, since untaken events would pile up.
+    """
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def find(self, key: ChunkKey) -> int:
+        """The fastest level that can serve the key now, else ABSENT or UNSETTLED. Touches nothing."""
+        for level in self.levels:
+            if level.readable(key) is not None:
+                return level.index
+        for level in self.levels[1:]:
+            if level.open and not level.plan.settled(key):
+                return UNSETTLED
+        return ABSENT
+
+    def lookup(self, chunks: Sequence[Chunk]) -> PrefixHit:
+        """The longest run of leading chunks that levels can serve. Read-only; chunks of one group, in order."""
+        found: list[int] = []
+        stop = Stop.COMPLETE
+        for chunk in chunks:
+            where = self.find(chunk.key)
+            if where < 0:
+                entry = self.primary.get(chunk.key)
+                stop = Stop.PENDING if entry is not None and entry.state is PENDING else Stop.MISS
+                break
+            found.append(where)
+        hit = chunks[: len(found)]
+        return PrefixHit(tuple(hit), tuple(found), hit[-1].end_token if hit else 0, stop, tuple(chunks))
+
+    def statistics(self) -> list[LevelStatistics]:
+        return [level.statistics() for level in self.levels]
+
+    def take_transfers(self) -> list[Transfer]:
+        """Copies and deletions to run, oldest first. Each must come back through :meth:`finish`."""
+        taken = list(self._outbox)
+        self._outbox.clear()
+        return taken
+
+    def take_events(self) -> list[Event]:
+        taken, self._events = self._events, []
+        return taken
+
+    # -- storing ------------------------------------------------------------------------------------------------
+
+    def offer(self, chunks: Sequence[Chunk], *, shielded: Collection[ChunkKey] = NOTHING) -> Offer:
+        """Reserve primary slots for chunks that somebody is about to fill.
+
+        Of what fits in part the leading part is taken, leading by ``end_token`` across groups. A key given twice takes
+        one slot. Nothing offered, shielded, held or pending is evicted to make room; a full refusal changes nothing.
+        """
+        level = self.levels[0]
+        present: list[Entry] = []
+        refused: list[tuple[Chunk, Reason]] = []
+        fresh: dict[ChunkKey, Chunk] = {}
+        n_twice = 0
+        for chunk in chunks:
+            entry = self.primary.get(chunk.key)
+            if entry is not None and self.primary.expired(entry) and not entry.holds:
+                self._leave(level, entry, Reason.EXPIRED)
+                entry = None
+            if entry is not None:
+                present.append(entry)
+            elif chunk.key in fresh:
+                n_twice += 1
+            elif chunk.nbytes > level.plan.slot_nbytes:
+                refused.append((chunk, Reason.TOO_LARGE))
+            elif not self.primary.admits(chunk):
+                refused.append((chunk, Reason.NOT_ADMITTED))
+            else:
+                fresh[chunk.key] = chunk
+        wanted = list(fresh.values())
+        if any(a.end_token > b.end_token for a, b in zip(wanted, wanted[1:], strict=False)):
+            wanted.sort(key=lambda chunk: chunk.end_token)
+        reserved = self._take_primary(wanted, chunks, shielded)
+        refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
+        level.counts.offered += len(chunks)
+        level.counts.present += len(present) + n_twice
+        for _, reason in refused:
+            level.counts.refuse(reason)
+        self._trim(level)
+        return Offer(reserved, present, refused)
+
+    def commit_store(self, entries: Iterable[Entry]) -> None:
+        """The device's bytes are in these slots: the chunks can be read, and lower levels follow."""
+        level = self.levels[0]
+        for entry in entries:
+            if entry.state is GONE:
+                self._writer_ended(level, entry)
+                continue
+            self.primary.commit(entry)
+            level.counts.stored += 1
+            self._emit(level, EventKind.STORED, entry.chunk)
+            for lower in self.levels[1:]:
+                if lower.plan.writes is Writes.CASCADE:
+                    self._enqueue(lower, 0, entry, demote=False)
+
+    def abort_store(self, entries: Iterable[Entry], reason: Reason, *, ended: bool = True) -> None:
+        """The bytes did not come. With ``ended=False`` a copy may still run: call again once it has ended."""
+        level = self.levels[0]
+        for entry in entries:
+            if entry.state is not GONE:
+                self._leave(level, entry, reason)
+            if ended:
+                self._writer_ended(level, entry)
+
+    def _take_primary(
+        self, wanted: Sequence[Chunk], request: Sequence[Chunk], shielded: Collection[ChunkKey]
+    ) -> list[Entry]:
+        """Reserve slots for the leading part, evicting what may leave at once, but nothing of ``request`` itself."""
+        level = self.levels[0]
+        short = len(wanted) * level.plan.slot_nbytes - self.primary.free_nbytes
+        if short > 0:
+            protect: set[ChunkKey | None] = {chunk.key for chunk in request}
+            protect.update(chunk.parent for chunk in wanted)
+            droppable = self._droppable(level)
+            victims = self.primary.victims(
+                lambda entry: entry.chunk.key not in shielded and droppable(entry), protect, short
+            )
+            for entry in victims:
+                self._leave(level, entry, Reason.EVICTED)
+        return self.primary.reserve(wanted)
+
+    # -- using --------------------------------------------------------------------------------------------------
+
+    def access(self, chunks: Sequence[Chunk]) -> None:
+        """One request used these chunks, given in prefix order. Every level that holds one is told, once a request."""
+        for level in self.levels:
+            get = level.ledger.get
+            used = [(entry, chunk) for chunk in chunks if (entry := get(chunk.key)) is not None]
+            if used:
+                level.ledger.access(used)
+
+    def count_hits(self, hit: PrefixHit) -> None:
+        for where in hit.levels:
+            self.levels[where].counts.hits += 1
+
+    def hold(self, entry: Entry) -> None:
+        """Pin a primary entry, pending or ready, until :meth:`release`."""
+        self.primary.hold(entry)
+
+    def release(self, entry: Entry) -> None:
+        self._release(self.levels[0], entry)
+
+    def promote(
+        self, chunks: Sequence[Chunk], *, limit: int | None = None, shielded: Collection[ChunkKey] = NOTHING
+    ) -> list[Entry]:
+        """Bring leading chunks to the primary: their primary entries, ready, pending or newly reserved, in order.
+
+        Stops at the first chunk that no level can serve, or for which there is no slot. At most ``limit`` new slots are
+        taken. Evicts neither ``chunks`` nor what is shielded, held or pending.
+        """
+        sources: dict[ChunkKey, tuple[LevelBooks, Entry]] = {}
+        wanted: list[Chunk] = []
+        for chunk in chunks:
+            if self.primary.get(chunk.key) is not None or chunk.key in sources:
+                continue
+            source = self._source(chunk.key)
+            if source is None or (limit is not None and len(wanted) >= limit):
+                break
+            sources[chunk.key] = source
+            wanted.append(chunk)
+        for entry in self._take_primary(wanted, chunks, shielded):
+            level, below = sources[entry.chunk.key]
+            entry.promoted = True
+            level.ledger.hold(below)
+            self._launch(TransferKind.PROMOTE, level.index, below, 0, entry)
+        self._trim(self.levels[0])
+        entries: list[Entry] = []
+        for chunk in chunks:
+            known = self.primary.get(chunk.key)
+            if known is None:
+                break
+            entries.append(known)
+        return entries
+
+    def _source(self, key: ChunkKey) -> tuple[LevelBooks, Entry] | None:
+        for level in self.levels[1:]:
+            entry = level.readable(key)
+            if entry is not None:
+                return level, entry
+        return None
+
+    # -- forgetting ---------------------------------------------------------------------------------------------
+
+    def delete(self, keys: Iterable[ChunkKey], reason: Reason = Reason.DELETED) -> None:
+        """Forget keys at every level. Space that a copy or lease still touches stays quarantined until that ends."""
+        for key in dict.fromkeys(keys):
+            for level in self.levels:
+                waiting = level.waiting.pop(key, None)
+                if waiting is not None:
+                    self._refuse(level, waiting, reason)
+                entry = level.ledger.get(key)
+                if entry is not None:
+                    self._leave(level, entry, reason)
+
+    def reset(self, levels: Iterable[int] | None = None) -> None:
+        """Forget everything at the given levels, all by default. Copies under way end into quarantine."""
+        chosen = [self.levels[i] for i in levels] if levels is not None else self.levels
+        for level in chosen:
+            self._refuse_waiting(level, Reason.RESET)
+            for entry in list(level.ledger):
+                self._leave(level, entry, Reason.RESET)
+
+    # -- what tiers report --------------------------------------------------------------------------------------
+
+    def absorb(self, index: int, found: Iterable[Found]) -> None:
+        """Enter chunks that a persistent tier reports. Keys that are known, or on their way out, stay as they are."""
+        level = self.levels[index]
+        for item in found:
+            if item.key in level.leaving:
+                continue
+            chunk = item.chunk if item.chunk is not None else bare(item.key, item.charge_nbytes)
+            if level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned) is not None:
+                self._emit(level, EventKind.STORED, chunk)
+        self._pump(level)
+
+    def refresh(self) -> None:
+        """Follow shares that changed and tiers that became writable; trim. Cheap; call it between steps."""
+        for level in self.levels:
+            if level.index and level.plan.share is not None:
+                level.ledger.capacity_nbytes = level.plan.share()
+            for entry in level.ledger.expired_entries():
+                self._leave(level, entry, Reason.EXPIRED)
+            self._pump(level)
+
+    def set_open(self, index: int, is_open: bool) -> None:
+        """A level's breaker: while it is not open the level answers misses and drops writes."""
+        level = self.levels[index]
+        level.open = is_open
+        if is_open:
+            self._pump(level)
+        else:
+            self._refuse_waiting(level, Reason.TIER_BROKEN)
+
+    def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:
+        """A transfer's end. ``ended=False`` reports a deadline: askers see the outcome, its space stays quarantined
+        until the same transfer is finished again with ``ended=True``."""
+        flight = self._flights[transfer_id] if not ended else self._flights.pop(transfer_id)
+        if flight.transfer.kind is TransferKind.PROMOTE:
+            self._finish_promote(flight, outcome, ended)
+        elif flight.transfer.kind is TransferKind.DELETE:
+            self._finish_delete(flight, outcome, ended)
+        else:
+            self._finish_write(flight, outcome, ended)

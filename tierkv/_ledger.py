@@ -1,0 +1,372 @@
+"""One level's books: which chunk is here, in which slot, in what state, and who may leave.
+
+Synchronous, no I/O, no clock, no thread: it belongs to the thread of the :class:`~tierkv._hierarchy.Hierarchy` that
+owns it. Every fact is kept once, and :meth:`Ledger.check` recounts all of them.
+
+States of an entry::
+
+    reserve -> PENDING --commit--> READY --remove--> GONE --free--> (forgotten)
+                  \\___________remove (abort, reset)____/
+
+PENDING and READY entries are in the index. GONE ones are not, but their space stays charged ("quarantined") until
+whatever still touches it has ended: a copy into it (``writing``), a copy out of it or a lease (``holds``), a deletion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum
+
+from tierkv.protocols import Admission, EvictionPolicy, Expiring, PinAware
+from tierkv.types import Chunk, ChunkKey
+
+
+class State(Enum):
+    PENDING = "pending"
+    READY = "ready"
+    GONE = "gone"
+
+
+PENDING, READY, GONE = State.PENDING, State.READY, State.GONE
+
+
+class Entry:
+    """One chunk at one level. A handle: it outlives the key's stay in the index, so late completions stay harmless."""
+
+    __slots__ = (
+        "charge_nbytes", "chunk", "demote_refused", "generation", "holds", "owned", "promoted", "slot", "state",
+        "stored", "writing",
+    )  # fmt: skip
+
+    def __init__(self, chunk: Chunk, charge_nbytes: int, state: State, *, owned: bool = True) -> None:
+        self.chunk = chunk
+        self.charge_nbytes = charge_nbytes
+        self.state = state
+        self.owned = owned
+        self.slot: int = -1
+        self.generation: int = 0
+        self.holds: int = 0
+        """Leases and copies out of it: while positive it is no victim and its space is not reused."""
+        self.writing: bool = False
+        """A copy into it has not ended."""
+        self.stored: bool = state is READY
+        """The medium holds it: leaving takes a deletion where the level is not the primary."""
+        self.promoted: bool = False
+        """It came up from a lower level rather than from the device."""
+        self.demote_refused: bool = False
+        """The level below would not take it: its eviction is a removal."""
+
+    @property
+    def key(self) -> ChunkKey:
+        return self.chunk.key
+
+    @property
+    def settled(self) -> bool:
+        """Nothing touches its space any more."""
+        return not self.writing and not self.holds
+
+    def __repr__(self) -> str:
+        flags = f"{' writing' if self.writing else ''}{'' if self.owned else ' foreign'}"
+        return f"<Entry {self.chunk.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
+
+
+class Ledger:
+    """The index, slots, bytes and order of one level.
+
+    Args:
+        name: the level's name, for messages.
+        capacity_nbytes: bytes the level may hold. For a slotted ledger ``n_slots * slot_nbytes``.
+        policy: order in which READY entries leave.
+        admission: who may enter; asked by the hierarchy through :meth:`admits`.
+        charge: bytes that a payload of a given length occupies; identity by default. Ignored with slots.
+        n_slots: number of fixed slots, or None for a level that is bounded in bytes only.
+        slot_nbytes: bytes charged for each slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        capacity_nbytes: int,
+        policy: EvictionPolicy,
+        admission: Admission | None = None,
+        charge: Callable[[int], int] | None = None,
+        n_slots: int | None = None,
+        slot_nbytes: int = 0,
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.capacity_nbytes = capacity_nbytes if n_slots is None else n_slots * slot_nbytes
+        self.pending_nbytes = 0
+        self.ready_nbytes = 0
+        self.quarantined_nbytes = 0
+        self.foreign_nbytes = 0
+        self.held_nbytes = 0
+        self.n_pending = 0
+        self.n_held = 0
+        self.n_foreign = 0
+        self._admission = admission
+        self._charge = charge
+        self._slot_nbytes = slot_nbytes
+        self._free_slots = None if n_slots is None else list(range(n_slots - 1, -1, -1))
+        self._generations = [0] * (n_slots or 0)
+        self._index: dict[ChunkKey, Entry] = {}
+        self._gone: dict[int, Entry] = {}
+        self._pin_aware = policy if isinstance(policy, PinAware) else None
+        self._expiring = policy if isinstance(policy, Expiring) else None
+        self.get = self._index.get
+        """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._index.values())
+
+    @property
+    def free_nbytes(self) -> int:
+        """Negative while a shared root's share has shrunk below what this owner holds."""
+        return self.capacity_nbytes - self.pending_nbytes - self.ready_nbytes - self.quarantined_nbytes
+
+    @property
+    def n_gone(self) -> int:
+        """Entries out of the index whose space is quarantined."""
+        return len(self._gone)
+
+    def gone(self) -> Sequence[Entry]:
+        return tuple(self._gone.values())
+
+    def charge(self, chunk: Chunk) -> int:
+        if self._free_slots is not None:
+            return self._slot_nbytes
+        return chunk.nbytes if self._charge is None else self._charge(chunk.nbytes)
+
+    def admits(self, chunk: Chunk) -> bool:
+        return self._admission is None or self._admission.admits(chunk)
+
+    def expired(self, entry: Entry) -> bool:
+        """True if the policy lets chunks expire and this READY one has: it answers a miss."""
+        return (
+            self._expiring is not None and entry.state is READY and entry.owned and self._expiring.expired(entry.chunk)
+        )
+
+    # -- entering -----------------------------------------------------------------------------------------------
+
+    def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
+        """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
+        taken: list[Entry] = []
+        free = self.free_nbytes
+        for chunk in chunks:
+            charge = self.charge(chunk)
+            if charge > free or (self._free_slots is not None and not self._free_slots):
+                break
+            assert chunk.key not in self._index, "a key is reserved once"
+            entry = Entry(chunk, charge, PENDING)
+            entry.writing = True
+            if self._free_slots is not None:
+                entry.slot = slot = self._free_slots.pop()
+                entry.generation = self._generations[slot]
+            free -= charge
+            self.pending_nbytes += charge
+            self._index[chunk.key] = entry
+            taken.append(entry)
+        self.n_pending += len(taken)
+        if taken:
+            self.policy.on_insert([entry.chunk for entry in taken])
+            if self._pin_aware is not None:
+                for entry in taken:
+                    self._pin_aware.hold(entry.chunk.key)
+        return taken
+
+    def commit(self, entry: Entry) -> None:
+        """The copy into a PENDING entry has ended well: it can be read."""
+        assert entry.state is PENDING and entry.writing
+        entry.state = READY
+        entry.stored = True
+        entry.writing = False
+        self.n_pending -= 1
+        self.pending_nbytes -= entry.charge_nbytes
+        self.ready_nbytes += entry.charge_nbytes
+        if not entry.holds and self._pin_aware is not None:
+            self._pin_aware.release(entry.chunk.key)
+
+    def insert_found(self, chunk: Chunk, charge_nbytes: int, *, owned: bool) -> Entry | None:
+        """Enter a chunk that already lies on the medium; None if the key is here already.
+
+        A foreign entry that turns out to be ours now (its owner died and we adopted its files) becomes ours.
+        """
+        known = self._index.get(chunk.key)
+        if known is not None:
+            if owned and not known.owned:
+                self._own(known, charge_nbytes)
+            return None
+        entry = Entry(chunk, charge_nbytes, READY, owned=owned)
+        self._index[chunk.key] = entry
+        if owned:
+            self.ready_nbytes += charge_nbytes
+            self.policy.on_insert([chunk])
+        else:
+            self.n_foreign += 1
+            self.foreign_nbytes += charge_nbytes
+        return entry
+
+    def _own(self, entry: Entry, charge_nbytes: int) -> None:
+        self.n_foreign -= 1
+        self.foreign_nbytes -= entry.charge_nbytes
+        if entry.holds:
+            self.held_nbytes += charge_nbytes - entry.charge_nbytes
+        entry.owned = True
+        entry.charge_nbytes = charge_nbytes
+        self.ready_nbytes += charge_nbytes
+        self.policy.on_insert([entry.chunk])
+        if entry.holds and self._pin_aware is not None:
+            self._pin_aware.hold(entry.chunk.key)
+
+    # -- using --------------------------------------------------------------------------------------------------
+
+    def access(self, used: Iterable[tuple[Entry, Chunk]]) -> None:
+        """One request used these entries, given in prefix order.
+
+        The chunk beside an entry may say more than the entry knows (a scan finds names, not parents); it is kept then.
+        """
+        touched = []
+        for entry, chunk in used:
+            if entry.state is GONE:
+                continue
+            if entry.chunk.parent is None:
+                entry.chunk = chunk
+            if entry.owned:
+                touched.append(entry.chunk)
+        if touched:
+            self.policy.on_access(touched)
+
+    def hold(self, entry: Entry) -> None:
+        """Ban the entry's eviction and the reuse of its space until the matching :meth:`release`."""
+        entry.holds += 1
+        if entry.holds > 1:
+            return
+        self.n_held += 1
+        self.held_nbytes += entry.charge_nbytes
+        if entry.state is READY and entry.owned and self._pin_aware is not None:
+            self._pin_aware.hold(entry.chunk.key)
+
+    def release(self, entry: Entry) -> None:
+        assert entry.holds > 0, "each release matches a hold"
+        entry.holds -= 1
+        if entry.holds:
+            return
+        self.n_held -= 1
+        self.held_nbytes -= entry.charge_nbytes
+        if entry.state is READY and entry.owned and self._pin_aware is not None:
+            self._pin_aware.release(entry.chunk.key)
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    def victims(
+        self, accept: Callable[[Entry], bool], protect: Collection[ChunkKey | None], enough_nbytes: int
+    ) -> list[Entry]:
+        """READY, unheld entries in leaving order that ``accept`` takes, until their charges reach ``enough_nbytes``.
+
+        The order names a parent after its children, as if those had left. So whoever is passed over keeps its parent.
+        """
+        chosen: list[Entry] = []
+        gained = 0
+        if enough_nbytes <= 0:
+            return chosen
+        blocked: set[ChunkKey | None] = set()
+        order = self.policy.victims()
+        try:
+            for key in order:
+                entry = self._index[key]
+                if entry.state is not READY or entry.holds or key in protect or key in blocked or not accept(entry):
+                    blocked.add(entry.chunk.parent)
+                    continue
+                chosen.append(entry)
+                gained += entry.charge_nbytes
+                if gained >= enough_nbytes:
+                    break
+        finally:
+            close = getattr(order, "close", None)
+            if close is not None:
+                close()
+        return chosen
+
+    def expired_entries(self) -> list[Entry]:
+        """Evictable entries that have expired; a policy that lets chunks expire names those first."""
+        expired: list[Entry] = []
+        if self._expiring is None:
+            return expired
+        for key in self.policy.victims():
+            entry = self._index[key]
+            if not self.expired(entry):
+                break
+            if not entry.holds:
+                expired.append(entry)
+        return expired
+
+    def remove(self, entry: Entry, *, evicted: bool) -> None:
+        """Take an entry out of the index. Its space stays quarantined until :meth:`free`."""
+        assert entry.state is not GONE
+        del self._index[entry.chunk.key]
+        if not entry.owned:
+            self.n_foreign -= 1
+            self.foreign_nbytes -= entry.charge_nbytes
+        else:
+            if entry.state is PENDING:
+                self.n_pending -= 1
+                self.pending_nbytes -= entry.charge_nbytes
+            else:
+                self.ready_nbytes -= entry.charge_nbytes
+            self.quarantined_nbytes += entry.charge_nbytes
+            self.policy.on_remove(entry.chunk.key, evicted=evicted)
+        entry.state = GONE
+        self._gone[id(entry)] = entry
+
+    def free(self, entry: Entry) -> None:
+        """Give a GONE entry's space back. Nothing may touch it any more."""
+        assert entry.state is GONE and entry.settled
+        del self._gone[id(entry)]
+        if not entry.owned:
+            return
+        self.quarantined_nbytes -= entry.charge_nbytes
+        if self._free_slots is not None:
+            self._generations[entry.slot] += 1
+            self._free_slots.append(entry.slot)
+
+    # -- proof --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recount everything that is kept incrementally. For tests; O(n)."""
+        entries = list(self._index.values())
+        assert all(key == entry.chunk.key for key, entry in self._index.items())
+        assert all(entry.state in (PENDING, READY) for entry in entries)
+        assert all(entry.writing == (entry.state is PENDING) for entry in entries)
+        assert all(entry.owned or entry.state is READY for entry in entries)
+        gone = list(self._gone.values())
+        assert all(entry.state is GONE for entry in gone)
+        assert self.pending_nbytes == sum(e.charge_nbytes for e in entries if e.state is PENDING)
+        assert self.ready_nbytes == sum(e.charge_nbytes for e in entries if e.state is READY and e.owned)
+        assert self.foreign_nbytes == sum(e.charge_nbytes for e in entries if not e.owned)
+        assert self.quarantined_nbytes == sum(e.charge_nbytes for e in gone if e.owned)
+        assert all(entry.holds >= 0 for entry in entries + gone)
+        held = [entry for entry in entries + gone if entry.holds]
+        assert (self.n_held, self.held_nbytes) == (len(held), sum(entry.charge_nbytes for entry in held))
+        assert self.n_pending == sum(entry.state is PENDING for entry in entries)
+        assert self.n_foreign == sum(not entry.owned for entry in entries)
+        self._check_slots(entries + gone)
+        order = list(self.policy.victims())
+        assert len(order) == len(set(order)), "the policy names a key once"
+        owned = {entry.chunk.key for entry in entries if entry.owned}
+        evictable = {entry.chunk.key for entry in entries if entry.owned and entry.state is READY and not entry.holds}
+        assert evictable <= set(order) <= owned, "the policy orders what is resident, all of it"
+
+    def _check_slots(self, entries: Sequence[Entry]) -> None:
+        if self._free_slots is None:
+            assert all(entry.slot == -1 for entry in entries)
+            return
+        used = [entry.slot for entry in entries]
+        assert sorted(used + self._free_slots) == list(range(len(self._generations))), "each slot is in one place"
+        assert all(self._generations[entry.slot] == entry.generation for entry in entries)
+        assert self.free_nbytes == len(self._free_slots) * self._slot_nbytes

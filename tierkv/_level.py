@@ -1,0 +1,169 @@
+"""One level as the hierarchy sees it: its ledger, its counters, what its tier says of itself, its queue of writes."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from tierkv._ledger import READY, Entry, Ledger
+from tierkv.protocols import Admission, EvictionPolicy
+from tierkv.types import Chunk, ChunkKey, LevelStatistics, Reason
+
+
+class Writes(Enum):
+    """How chunks reach a level from the one above it."""
+
+    CASCADE = auto()
+    """At store time (write-through): what leaves the level above is already here."""
+    DEMOTE = auto()
+    """When the level above is about to evict them, and only if this level lacks them (write-back)."""
+
+
+def _always(_: ChunkKey) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LevelPlan:
+    """What the hierarchy must know of a level. Everything here is synchronous and cheap.
+
+    ``low_water`` and ``high_water`` are fractions of the capacity: when less than ``high_water`` is free, a trim makes
+    ``low_water`` free in the background, so that writes need not wait for deletions.
+    """
+
+    name: str
+    capacity_nbytes: int
+    policy: EvictionPolicy
+    admission: Admission | None = None
+    writes: Writes = Writes.CASCADE
+    charge: Callable[[int], int] | None = None
+    n_slots: int | None = None
+    slot_nbytes: int = 0
+    queue_nbytes: int = 1 << 30
+    """Bytes that may wait for or be in a write to this level; more is dropped and counted ``queue_full``."""
+    settled: Callable[[ChunkKey], bool] = _always
+    """False: the ledger does not know the key, yet the tier may hold it; a probe tells."""
+    writable: Callable[[], bool] = lambda: True
+    share: Callable[[], int] | None = None
+    """Bytes that the level may hold now, where that changes (a root shared by several processes)."""
+    high_water: float = 0.02
+    low_water: float = 0.05
+
+
+class Waiting(NamedTuple):
+    """A write that has not been given room yet; it holds its source entry."""
+
+    source_level: int
+    source: Entry
+    demote: bool
+
+
+@dataclass(slots=True)
+class Counts:
+    hits: int = 0
+    offered: int = 0
+    stored: int = 0
+    present: int = 0
+    evicted: int = 0
+    read: int = 0
+    written: int = 0
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def refuse(self, reason: Reason, n: int = 1) -> None:
+        self.refused[reason.value] += n
+
+    def drop(self, reason: Reason, n: int = 1) -> None:
+        self.dropped[reason.value] += n
+
+
+class LevelBooks:
+    """State of one level inside the hierarchy. A record with arithmetic, no decisions."""
+
+    __slots__ = (
+        "counts", "deleting_nbytes", "demoting_nbytes", "index", "leaving", "ledger", "min_free_nbytes",
+        "name", "open", "plan", "queued_nbytes", "waiting",
+    )  # fmt: skip
+
+    def __init__(self, index: int, plan: LevelPlan) -> None:
+        self.index = index
+        self.name = plan.name
+        self.plan = plan
+        self.ledger = Ledger(
+            name=plan.name,
+            capacity_nbytes=plan.capacity_nbytes,
+            policy=plan.policy,
+            admission=plan.admission,
+            charge=plan.charge,
+            n_slots=plan.n_slots,
+            slot_nbytes=plan.slot_nbytes,
+        )
+        self.counts = Counts()
+        self.waiting: OrderedDict[ChunkKey, Waiting] = OrderedDict()
+        self.queued_nbytes = 0
+        """Charges of waiting writes and of those under way."""
+        self.leaving: dict[ChunkKey, Entry] = {}
+        """GONE entries whose space is not free yet: until then nobody may write their key again."""
+        self.deleting_nbytes = 0
+        """Charges whose deletion has been launched."""
+        self.demoting_nbytes = 0
+        """Charges whose copy to the level below is under way: they will be droppable at once."""
+        self.min_free_nbytes = 0
+        """Free space that a trim always aims for; the size of one chunk where leaving takes a copy."""
+        self.open = True
+        """False while the level's breaker is open: it answers misses and takes no writes."""
+
+    def readable(self, key: ChunkKey) -> Entry | None:
+        """The entry if the level can serve the key now."""
+        entry = self.ledger.get(key)
+        if entry is None or entry.state is not READY or not self.open or self.ledger.expired(entry):
+            return None
+        return entry
+
+    def low_target(self, extra_nbytes: int = 0) -> int:
+        """Bytes to evict now so that ``low_water`` is free; 0 while more than ``high_water`` is."""
+        free = self.ledger.free_nbytes + self.deleting_nbytes + self.demoting_nbytes - extra_nbytes
+        capacity = self.ledger.capacity_nbytes
+        if free >= max(int(capacity * self.plan.high_water), self.min_free_nbytes):
+            return 0
+        return max(int(capacity * self.plan.low_water), self.min_free_nbytes) - free
+
+    def statistics(self) -> LevelStatistics:
+        ledger, counts = self.ledger, self.counts
+        return LevelStatistics(
+            name=self.name,
+            capacity_nbytes=ledger.capacity_nbytes,
+            free_nbytes=ledger.free_nbytes,
+            ready_nbytes=ledger.ready_nbytes,
+            pending_nbytes=ledger.pending_nbytes,
+            quarantined_nbytes=ledger.quarantined_nbytes,
+            foreign_nbytes=ledger.foreign_nbytes,
+            pinned_nbytes=ledger.held_nbytes,
+            n_chunks=len(ledger) - ledger.n_pending,
+            n_pending=ledger.n_pending,
+            n_pinned=ledger.n_held,
+            n_quarantined=ledger.n_gone,
+            n_foreign=ledger.n_foreign,
+            n_hits=counts.hits,
+            n_offered=counts.offered,
+            n_stored=counts.stored,
+            n_present=counts.present,
+            n_evicted=counts.evicted,
+            n_read=counts.read,
+            n_written=counts.written,
+            read_nbytes=counts.read_nbytes,
+            written_nbytes=counts.written_nbytes,
+            refused=dict(counts.refused),
+            dropped=dict(counts.dropped),
+            broken=not self.open,
+        )
+
+
+def bare(key: ChunkKey, charge_nbytes: int) -> Chunk:
+    """A chunk of which only the name and size are known yet (a directory scan)."""
+    return Chunk(key, nbytes=charge_nbytes)
