@@ -1,0 +1,128 @@
+"""Reading one JSON object of settings: each value typed, each error one sentence that names the option."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tierkv.errors import bad_setting
+from tierkv.settings import parse_count, parse_seconds
+from tierkv.sizes import parse_size
+
+TOP = "kv_connector_extra_config"
+MAX_SECONDS = 86_400.0
+POLICIES = ("fifo", "lru")
+
+
+class Reader:
+    """Typed access to one object of the configuration; each method names the option in its error."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def name(self, key: str) -> str:
+        return key if self.where == TOP else f"{self.where}.{key}"
+
+    def size(self, key: str, *, required: bool = False, zero: bool = False) -> Any:
+        value = self.raw.get(key)
+        if value is None:
+            if required:
+                raise bad_setting(self.name(key), None, 'given, as a number of bytes or a size like "8GiB"', "8GiB")
+            return None
+        return parse_size(self.name(key), value, low=0 if zero else 1)
+
+    def count(self, key: str, *, at_least: int, at_most: int = 2**31 - 1) -> int | None:
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        return parse_count(self.name(key), value, at_least, at_most)
+
+    def seconds(self, key: str) -> float | None:
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        return parse_seconds(self.name(key), value, 0.001, MAX_SECONDS)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            near = "true" if str(value).lower() in {"1", "true", "yes", "on"} else "false"
+            raise bad_setting(self.name(key), value, "true or false", near)
+        return value
+
+    def choice(self, key: str, allowed: Sequence[str], *, default: Any, upper: bool = False) -> Any:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        name = value.upper() if upper and isinstance(value, str) else value
+        if name not in allowed:
+            near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.0)
+            raise bad_setting(self.name(key), value, f"one of {', '.join(allowed)}", (near or allowed)[0])
+        return name
+
+    def text(self, key: str) -> str | None:
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value:
+            raise bad_setting(self.name(key), value, "a name")
+        return value
+
+    def mapping(self, key: str) -> None:
+        value = self.raw.get(key)
+        if not isinstance(value, Mapping):
+            raise bad_setting(self.name(key), value, "an object", "{}")
+
+    def directory(self, key: str) -> str:
+        value = self.raw.get(key)
+        if value is None or value == "":
+            raise bad_setting(self.name(key), value, "given: the directory that holds the chunks", "/var/lib/tierkv")
+        if not isinstance(value, str) or "\0" in value:
+            raise bad_setting(self.name(key), value, "a directory's path", "/var/lib/tierkv")
+        return os.path.expanduser(value)
+
+    def reserve(self, key: str) -> int | float | None:
+        """A size, or a percentage of the primary ("12.5%") as a fraction."""
+        value = self.raw.get(key)
+        if isinstance(value, str) and value.strip().endswith("%"):
+            try:
+                fraction = float(value.strip()[:-1]) / 100
+            except ValueError:
+                fraction = -1.0
+            if not 0 <= fraction < 1:
+                raise bad_setting(self.name(key), value, "a size, or a percentage from 0% to below 100%", "12.5%")
+            return fraction
+        return None if value is None else int(self.size(key, zero=True))
+
+    def policy(self, *, module_key: str | None = None) -> str:
+        """An eviction policy's name; any class name where a module to load it from is given."""
+        if module_key is not None and self.raw.get(module_key) is not None:
+            return self.text("eviction_policy") or "lru"
+        return str(self.choice("eviction_policy", POLICIES, default="lru"))
+
+
+def nearest_name(name: str, known: Sequence[str] | frozenset[str]) -> str | None:
+    """The known name within edit distance 2 of ``name``, or None. Short names must be nearer than half their length."""
+    best = min(((_distance(name.lower(), other), other) for other in sorted(known)), default=(3, ""))
+    return best[1] if best[0] <= 2 and best[0] * 2 < len(best[1]) else None
+
+
+def _distance(a: str, b: str) -> int:
+    """Edit distance with transpositions counted once; 3 stands for anything above 2."""
+    if abs(len(a) - len(b)) > 2:
+        return 3
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, last, row = row, before, [i]
+        for j, y in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y))
+            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return min(row[-1], 3)
