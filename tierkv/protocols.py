@@ -144,7 +144,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(self) -> Iterator[ChunkKey]:
-        """Every resident key once, first to leave first, less what is held. Lazy; not advanced across a mutation."""
+        """Every resident key once, first to leave first, less what is held. Lazy; not advanced across a mutation.
+
+        An order of leaves leaves out the ancestors of what is held, too: they cannot go while it stays.
+        """
         ...
 
 

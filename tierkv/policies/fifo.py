@@ -1,0 +1,30 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierkv.policies._leaf_order import LeafOrder, Node
+from tierkv.types import Chunk
+
+
+class FIFO(LeafOrder):
+    """The chunk that was inserted first leaves first, used or not; the tail of one batch before its head.
+
+    Parents play no part: a request that extends another's prefix outlives it, and its tail is then unreachable until
+    the head is stored again. Inserting a resident key again does not move it.
+
+    Concurrency: one thread. Cost: constant a chunk for insert and remove, nothing for access, O(log(n)) a victim.
+    """
+
+    def on_insert(self, chunks: Sequence[Chunk]) -> None:
+        nodes = self._nodes
+        for chunk in reversed(chunks):
+            key = chunk.key
+            if key not in nodes:
+                self._stamp += 1
+                node = nodes[key] = Node(key, self._stamp)
+                self._enqueue(node)
+
+    def on_access(self, chunks: Sequence[Chunk]) -> None:
+        """Use does not count."""
