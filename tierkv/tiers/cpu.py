@@ -7,11 +7,15 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
-from tierkv.errors import ChunkSizeError, ClosedError, bad_setting
+from tierkv.errors import ChunkSizeError, ClosedError, TierError, bad_setting
 from tierkv.protocols import TierContext
+from tierkv.settings import parse_count, parse_seconds
 from tierkv.tiers._mapping import SlotMapping
-from tierkv.tiers._pool import PrivatePool
+from tierkv.tiers._pool import JOIN_DEADLINE_S, PrivatePool, SharedPool
+from tierkv.tiers._rendezvous import MAX_RANK, NotServedError, Role
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
+
+_JOIN_PAUSE_S = 0.02
 
 
 class CPUTier:
@@ -21,14 +25,35 @@ class CPUTier:
     the calling thread without awaiting half-way, and a chunk occupies a whole slot whatever its length. Constructors
     do no I/O: ``open`` checks the size against the machine's and the cgroup's free memory and refuses with the numbers.
 
+    With ``shared_id`` the processes of one engine open one pool: worker rank 0 makes it, all others join, in any order.
+    Its slots are assigned by one ledger, so only ``slot_view`` is for use there.
+
     Args:
         name: used in metrics and messages.
+        shared_id: what the processes of one engine, and nobody else, have in common; None keeps the pool private.
+        role: "worker" or "scheduler"; each (role, rank) opens a shared pool once.
+        rank: of this process within its role.
+        join_deadline_s: how long ``open`` waits for the process that makes the pool.
         populate: fault all pages in from a background thread after ``open``, so that no store has to.
+        pool: slots that somebody else has made, and closes; ``open`` then only checks that they fit.
     """
 
-    def __init__(self, *, name: str = "cpu", populate: bool = True) -> None:
+    def __init__(
+        self, *, name: str = "cpu", shared_id: str | None = None, role: str = "worker", rank: int = 0,
+        join_deadline_s: float = JOIN_DEADLINE_S, populate: bool = True, pool: SlotMapping | None = None,
+    ) -> None:  # fmt: skip
+        roles = [known.name.lower() for known in Role]
+        if role not in roles:
+            raise bad_setting(f"{name}.role", role, " or ".join(roles), roles[0])
+        if shared_id is not None and pool is not None:
+            raise bad_setting(f"{name}.shared_id", shared_id, "None where a pool is handed over")
         self._name = name
+        self._shared_id = shared_id
+        self._role = Role[role.upper()]
+        self._rank = parse_count(f"{name}.rank", rank, 0, MAX_RANK)
+        self._join_deadline_s = parse_seconds(f"{name}.join_deadline_s", join_deadline_s)
         self._populate = populate
+        self._handed_over = pool
         self._ctx: TierContext | None = None
         self._pool: SlotMapping | None = None
         self._free: list[int] = []
@@ -58,12 +83,18 @@ class CPUTier:
         return max(1, -(-chunk_nbytes // stride_nbytes)) * stride_nbytes
 
     async def open(self, ctx: TierContext) -> None:
-        """Raises ConfigError if the capacity is below one slot or above what the machine or cgroup has left."""
+        """Make or join the pool.
+
+        Raises:
+            ConfigError: the capacity is below one slot or above what the machine or cgroup has left; or a shared pool
+                is another engine's, or of another size, or has been joined as this (role, rank).
+            TierError: nobody served the shared pool before the deadline.
+        """
         n_slots = ctx.capacity_nbytes // ctx.stride_nbytes
         if n_slots < 1:
             allowed = f"at least one chunk, which takes {ctx.stride_nbytes} bytes here"
             raise bad_setting(f"{self._name}.capacity", ctx.capacity_nbytes, allowed, ctx.stride_nbytes)
-        self._pool = PrivatePool(n_slots, ctx.stride_nbytes, populate=self._populate)
+        self._pool = await self._acquire(n_slots, ctx.stride_nbytes)
         self._ctx = ctx
         self._free = list(range(n_slots - 1, -1, -1))
 
@@ -77,8 +108,14 @@ class CPUTier:
         return [self._read_one(pool, key, buffer) for key, buffer in items]
 
     async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
-        """Refuses what is larger than ``chunk_nbytes`` or finds all slots taken; see :class:`~tierkv.Reason`."""
+        """Refuses what is larger than ``chunk_nbytes`` or finds all slots taken; see :class:`~tierkv.Reason`.
+
+        Raises:
+            TierError: the pool is shared: two processes would each assign its slots by themselves.
+        """
         pool, ctx = self._opened()
+        if not isinstance(pool, PrivatePool):
+            raise TierError(self._name, "a shared pool's slots are assigned by one ledger; it takes no keyed writes")
         return [self._write_one(pool, ctx, chunk, buffer) for chunk, buffer in items]
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -92,8 +129,36 @@ class CPUTier:
         """Waits for the unmapping, which no cancellation stops. Memory still looked at goes with its last view."""
         pool, self._pool, self._ctx = self._pool, None, None
         self._free, self._held = [], {}
-        if pool is not None:
+        if pool is not None and pool is not self._handed_over:
             await _in_thread(pool)
+
+    async def _acquire(self, n_slots: int, stride_nbytes: int) -> SlotMapping:
+        option = f"{self._name}.capacity"
+        given = self._handed_over
+        if given is not None:
+            if (given.n_slots, given.stride_nbytes) != (n_slots, stride_nbytes):
+                has = f"the {given.nbytes} bytes of the pool handed over, in slots of {given.stride_nbytes}"
+                raise bad_setting(option, n_slots * stride_nbytes, has, given.nbytes)
+            return given
+        if self._shared_id is None:
+            return PrivatePool(n_slots, stride_nbytes, populate=self._populate, option=option)
+        if (self._role, self._rank) == (Role.WORKER, 0):
+            return SharedPool.create(self._shared_id, n_slots, stride_nbytes, populate=self._populate, option=option)
+        return await self._join(self._shared_id, n_slots, stride_nbytes)
+
+    async def _join(self, shared_id: str, n_slots: int, stride_nbytes: int) -> SharedPool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._join_deadline_s
+        while True:
+            try:
+                return SharedPool.join(
+                    shared_id, role=self._role, rank=self._rank,
+                    n_slots=n_slots, stride_nbytes=stride_nbytes, deadline_s=0,
+                )  # fmt: skip
+            except NotServedError as error:
+                if loop.time() >= deadline:
+                    raise NotServedError(self._name, f"not open after {self._join_deadline_s:g} s: {error}") from error
+            await asyncio.sleep(_JOIN_PAUSE_S)
 
     def _opened(self) -> tuple[SlotMapping, TierContext]:
         if self._pool is None or self._ctx is None:

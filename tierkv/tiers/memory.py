@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tierkv.errors import ChunkSizeError, ClosedError, bad_setting
 from tierkv.protocols import TierContext
+from tierkv.settings import parse_count
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
 
@@ -24,9 +25,7 @@ class MemoryTier:
     """
 
     def __init__(self, n_slots: int | None = None, name: str = "memory") -> None:
-        if n_slots is not None and (isinstance(n_slots, bool) or n_slots < 1):
-            raise bad_setting("MemoryTier.n_slots", n_slots, "None or an integer of at least 1", 1)
-        self._asked_slots = n_slots
+        self._asked_slots = None if n_slots is None else parse_count("MemoryTier.n_slots", n_slots, 1, 1 << 40)
         self._name = name
         self._n_slots = 0
         self._ctx: TierContext | None = None
