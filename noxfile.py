@@ -128,4 +128,4 @@ def _installed(session: nox.Session, distribution: str) -> str:
         f"try: print(version({distribution!r}))\n"
         "except PackageNotFoundError: print('')"
     )
-    return str(session.run("python", "-c", code, silent=True)).strip()
+    return str(session.run_install("python", "-c", code, silent=True)).strip()
