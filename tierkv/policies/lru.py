@@ -38,8 +38,14 @@ class LRU(LeafOrder):
             elif node.stamp < stamp:
                 node.stamp = stamp
             stamp -= 1
-            if before is not None and before.key == parent_key and node.parent is None and not node.n_children:
-                # The usual case, a chain in order: without children it cannot be its own ancestor.
+            if (
+                before is not None
+                and before.key == parent_key
+                and before is not node
+                and node.parent is None
+                and not node.n_children
+            ):
+                # The usual case, a chain in order: without children it cannot be an ancestor of the one before.
                 node.parent = before
                 before.n_children += 1
                 if before.entry is not None:

@@ -1,0 +1,436 @@
+"""LRU and FIFO against naive orders that are worked out from scratch at every step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tierkv.policies import FIFO, LRU, _leaf_order
+from tierkv.protocols import PinAware
+from tierkv.types import Chunk, ChunkKey
+
+N_KEYS = 14
+
+
+def key_of(i: int) -> ChunkKey:
+    return ChunkKey(b"key-%02d" % i)
+
+
+KEYS = [key_of(i) for i in range(N_KEYS)]
+
+
+class NaiveOrder:
+    """The definition, at O(n squared): stamps and links by key; the order is found by taking leaf after leaf."""
+
+    def __init__(self, *, leaves: bool) -> None:
+        self.leaves = leaves
+        self.stamps: dict[ChunkKey, int] = {}
+        self.parents: dict[ChunkKey, ChunkKey] = {}
+        self.held: set[ChunkKey] = set()
+        self.clock = 0
+
+    def insert(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks if self.leaves else ():
+            self.stamps.setdefault(chunk.key, 0)
+            self.link(chunk)
+        for chunk in reversed(chunks):
+            if self.leaves or chunk.key not in self.stamps:
+                self.clock += 1
+                self.stamps[chunk.key] = self.clock
+
+    def access(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in reversed(chunks) if self.leaves else ():
+            self.clock += 1
+            if chunk.key in self.stamps:
+                self.stamps[chunk.key] = self.clock
+                self.link(chunk)
+
+    def link(self, chunk: Chunk) -> None:
+        if chunk.parent is None or chunk.key in self.parents:
+            return
+        ancestor: ChunkKey | None = chunk.parent
+        while ancestor is not None:
+            if ancestor == chunk.key:
+                return
+            ancestor = self.parents.get(ancestor)
+        self.parents[chunk.key] = chunk.parent
+
+    def remove(self, key: ChunkKey) -> None:
+        stamp = self.stamps.pop(key)
+        self.held.discard(key)
+        parent = self.parents.pop(key, None)
+        if parent in self.stamps:
+            self.stamps[parent] = max(self.stamps[parent], stamp)
+
+    def order(self) -> list[ChunkKey]:
+        rest = NaiveOrder(leaves=self.leaves)
+        rest.stamps, rest.parents, rest.held = dict(self.stamps), dict(self.parents), set(self.held)
+        found: list[ChunkKey] = []
+        while True:
+            parents = {rest.parents.get(key) for key in rest.stamps}
+            leaves = [key for key in rest.stamps if key not in parents and key not in rest.held]
+            if not leaves:
+                return found
+            oldest = min(leaves, key=rest.stamps.__getitem__)
+            found.append(oldest)
+            rest.remove(oldest)
+
+
+def any_parent(i: int) -> st.SearchStrategy[int | None]:
+    """Mostly the parent in a fixed tree; else unknown, or something that no honest caller says."""
+    honest = i // 2 - 1 if i >= 2 else None
+    return st.sampled_from([honest, honest, honest, None]) | st.integers(0, N_KEYS - 1)
+
+
+indices = st.integers(0, N_KEYS - 1)
+hostile_chunks = indices.flatmap(
+    lambda i: any_parent(i).map(lambda parent: Chunk(key_of(i), None if parent is None else key_of(parent)))
+)
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(
+    lambda turns: [Chunk(key_of(i), None if parent is None else key_of(parent)) for i, parent in walk(turns)]
+)
+
+
+def walk(turns: Sequence[int]) -> list[tuple[int, int | None]]:
+    """A path from a root of the fixed tree (children of i are 2i+2 and 2i+3; the roots are 0 and 1)."""
+    path: list[tuple[int, int | None]] = []
+    parent: int | None = None
+    for turn in turns:
+        i = turn if parent is None else 2 * parent + 2 + turn
+        if i >= N_KEYS:
+            break
+        path.append((i, parent))
+        parent = i
+    return path
+
+
+batches = paths | st.lists(hostile_chunks, max_size=5)
+
+
+class OrderMachine(RuleBasedStateMachine):
+    """Any calls in any order: after each the policy's order is the naive one, twice over, and its books agree."""
+
+    make: Callable[[], LRU | FIFO]
+    leaves: bool
+
+    @initialize(slack=st.sampled_from([0, 2, 64]))
+    def begin(self, slack: int) -> None:
+        """A small slack makes the rare clean-up of the heap the usual case."""
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(_leaf_order, "_SLACK", slack)
+        self.policy = self.make()
+        self.naive = NaiveOrder(leaves=self.leaves)
+        self.open: list[object] = []
+
+    @rule(chunks=batches)
+    def insert(self, chunks: list[Chunk]) -> None:
+        self.policy.on_insert(chunks)
+        self.naive.insert(chunks)
+
+    @rule(chunks=batches)
+    def access(self, chunks: list[Chunk]) -> None:
+        self.policy.on_access(chunks)
+        self.naive.access(chunks)
+
+    @rule(key=st.sampled_from(KEYS), evicted=st.booleans())
+    def remove(self, key: ChunkKey, evicted: bool) -> None:
+        """Any key: middles of chains, held ones, and such as are not resident."""
+        self.policy.on_remove(key, evicted=evicted)
+        if key in self.naive.stamps:
+            self.naive.remove(key)
+
+    @precondition(lambda self: self.naive.stamps)
+    @rule(n=st.integers(1, 5), keep=st.sets(st.integers(0, 4), max_size=2))
+    def evict(self, n: int, keep: set[int]) -> None:
+        """What a level does: take some victims, end the iteration, remove some of them."""
+        expected = self.naive.order()[:n]
+        leaving = list(islice(self.policy.victims(), n))
+        assert leaving == expected
+        for i, key in enumerate(leaving):
+            if i not in keep:
+                self.policy.on_remove(key, evicted=True)
+                self.naive.remove(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def hold(self, key: ChunkKey) -> None:
+        self.policy.hold(key)
+        if key in self.naive.stamps:
+            self.naive.held.add(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def release(self, key: ChunkKey) -> None:
+        self.policy.release(key)
+        self.naive.held.discard(key)
+
+    @rule(n=st.integers(0, 4))
+    def leave_an_iteration_open(self, n: int) -> None:
+        victims = self.policy.victims()
+        self.open.append((victims, list(islice(victims, n))))
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @invariant()
+    def same_order(self) -> None:
+        expected = self.naive.order()
+        assert list(self.policy.victims()) == expected
+        assert list(self.policy.victims()) == expected, "asking changes nothing"
+        assert len(self.policy) == len(self.naive.stamps)
+
+    @invariant()
+    def books_agree(self) -> None:
+        nodes = self.policy._nodes
+        everyone = [*nodes.values(), *self.policy._absent.values()]
+        for node in everyone:
+            assert node.n_children == sum(other.parent is node for other in everyone)
+            assert node.entry is None or (node.entry[2] is node and node.entry[0] <= node.stamp)
+            assert node.entry is None or not node.n_children, "only leaves wait to leave"
+        for node in nodes.values():
+            assert node.held or node.n_children or node.entry is not None
+        assert all(node.n_children and node.parent is None for node in self.policy._absent.values())
+        assert {key: node.parent.key for key, node in nodes.items() if node.parent} == self.naive.parents
+        live = [entry for entry in (*self.policy._heap, *self.policy._taken) if entry[2] is not None]
+        assert sorted(id(entry) for entry in live) == sorted(id(node.entry) for node in everyone if node.entry)
+        assert {key: node.stamp for key, node in nodes.items()} == self.naive.stamps
+        assert len(set(self.naive.stamps.values())) == len(nodes), "no ties"
+
+
+class LRUMachine(OrderMachine):
+    make = staticmethod(LRU)
+    leaves = True
+
+
+class FIFOMachine(OrderMachine):
+    make = staticmethod(FIFO)
+    leaves = False
+
+
+TestLRU = LRUMachine.TestCase
+TestFIFO = FIFOMachine.TestCase
+
+
+# -- whole requests, pieces, and the plain list ---------------------------------------------------------------------
+
+
+class PlainLRU:
+    """A list in order of use, each request touched tail first."""
+
+    def __init__(self) -> None:
+        self.order: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def request(self, chain: Sequence[Chunk], n_slots: int) -> list[ChunkKey]:
+        for chunk in reversed(chain):
+            self.order[chunk.key] = None
+            self.order.move_to_end(chunk.key)
+        return [self.order.popitem(last=False)[0] for _ in range(len(self.order) - n_slots)]
+
+
+class Level:
+    """Serves requests through a policy: uses what is there, inserts what is not, then evicts down to its size."""
+
+    def __init__(self, policy: LRU, n_slots: int, piece: int | None, *, inserts_first: bool = False) -> None:
+        self.policy, self.n_slots, self.piece, self.inserts_first = policy, n_slots, piece, inserts_first
+        self.resident: set[ChunkKey] = set()
+
+    def request(self, chain: Sequence[Chunk]) -> list[ChunkKey]:
+        piece = self.piece or len(chain)
+        for start in range(0, len(chain), piece):
+            part = chain[start : start + piece]
+            calls = [
+                (self.policy.on_access, [chunk for chunk in part if chunk.key in self.resident]),
+                (self.policy.on_insert, [chunk for chunk in part if chunk.key not in self.resident]),
+            ]
+            for call, chunks in reversed(calls) if self.inserts_first else calls:
+                call(chunks)
+            self.resident.update(chunk.key for chunk in part)
+        return self.evict(len(self.resident) - self.n_slots)
+
+    def evict(self, n: int) -> list[ChunkKey]:
+        leaving = list(islice(self.policy.victims(), max(n, 0)))
+        for key in leaving:
+            self.policy.on_remove(key, evicted=True)
+        self.resident.difference_update(leaving)
+        return leaving
+
+
+def tree_path(turns: Sequence[int]) -> list[Chunk]:
+    """A path in an endless tree: each chunk is named by the turns that lead to it, as a prefix is by its tokens."""
+    keys = [ChunkKey(bytes(turns[: i + 1])) for i in range(len(turns))]
+    return [Chunk(key, parent) for key, parent in zip(keys, [None, *keys[:-1]], strict=True)]
+
+
+requests = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tree_path), max_size=40)
+
+
+@given(requests=requests, n_slots=st.integers(1, 24), piece=st.integers(1, 5), inserts_first=st.booleans())
+def test_pieces_and_whole_and_plain_lru_evict_alike(
+    requests: list[list[Chunk]], n_slots: int, piece: int, inserts_first: bool
+) -> None:
+    """On trees of shared prefixes the same chunks leave, in the same order, however small the pieces of a request."""
+    plain = PlainLRU()
+    whole = Level(LRU(), n_slots, None, inserts_first=inserts_first)
+    pieces = Level(LRU(), n_slots, piece, inserts_first=inserts_first)
+    for chain in requests:
+        expected = plain.request(chain, n_slots)
+        assert whole.request(chain) == expected
+        assert pieces.request(chain) == expected
+        assert whole.resident == pieces.resident == set(plain.order)
+
+
+@given(
+    requests=requests,
+    n_slots=st.integers(1, 16),
+    schedule=st.lists(st.tuples(st.integers(0, 39), st.integers(1, 3)), max_size=80),
+)
+def test_a_head_never_leaves_before_its_tail(
+    requests: list[list[Chunk]], n_slots: int, schedule: list[tuple[int, int]]
+) -> None:
+    """However running requests interleave, what stays of each prefix is one run from its head.
+
+    Case: https://github.com/novitalabs/pegaflow/issues/396
+    """
+    level = Level(LRU(), n_slots, None)
+    progress = [0] * len(requests)
+    for turn, n in schedule:
+        if not requests:
+            break
+        at = turn % len(requests)
+        chain = requests[at]
+        head, part = chain[: progress[at]], chain[progress[at] : progress[at] + n]
+        # A store behind a hole is refused by a level, so a request that lost its head starts again.
+        if any(chunk.key not in level.resident for chunk in head):
+            progress[at] = 0
+            continue
+        if part:
+            level.request(part)
+            progress[at] += len(part)
+        for path in requests:
+            present = [chunk.key in level.resident for chunk in path]
+            assert present == sorted(present, reverse=True)
+
+
+# -- cases ----------------------------------------------------------------------------------------------------------
+
+
+def chain(name: str, n: int) -> list[Chunk]:
+    keys = [ChunkKey(f"{name}{i}".encode()) for i in range(n)]
+    return [Chunk(key, parent) for key, parent in zip(keys, [None, *keys[:-1]], strict=True)]
+
+
+def names(policy: LRU | FIFO) -> list[str]:
+    return [key.decode() for key in policy.victims()]
+
+
+def test_a_running_request_loses_its_tail_first() -> None:
+    """Case: https://github.com/novitalabs/pegaflow/issues/396 - stored in two pieces, and still running."""
+    policy = LRU()
+    request = chain("c", 4)
+    policy.on_insert(request[:2])
+    policy.on_insert(request[2:])
+    policy.on_insert(chain("x", 1))
+    assert names(policy) == ["c3", "c2", "c1", "c0", "x0"]
+
+
+def test_a_shared_head_leaves_after_both_tails() -> None:
+    """Two requests share c0 and c1; the head is as young as the younger tail."""
+    policy = LRU()
+    request = chain("c", 4)
+    policy.on_insert(request)
+    policy.on_insert(chain("x", 1))
+    policy.on_insert([Chunk(ChunkKey(b"d2"), ChunkKey(b"c1"))])
+    policy.on_insert(chain("y", 1))
+    assert names(policy) == ["c3", "c2", "x0", "d2", "c1", "c0", "y0"]
+
+
+def test_what_is_held_protects_its_ancestors() -> None:
+    """A hold takes a chunk and all above it out of the order; the release puts them back where they were."""
+    policy = LRU()
+    assert isinstance(policy, PinAware)
+    policy.on_insert(chain("a", 3))
+    policy.on_insert(chain("b", 2))
+    before = names(policy)
+    policy.hold(ChunkKey(b"a1"))
+    assert names(policy) == ["a2", "b1", "b0"]
+    policy.release(ChunkKey(b"a1"))
+    assert names(policy) == before
+
+
+def test_held_chunks_are_met_once() -> None:
+    """However often victims are asked for afterwards, what is held is not walked over again."""
+    policy = LRU()
+    singles = [Chunk(ChunkKey(b"%d" % i)) for i in range(1000)]
+    policy.on_insert(singles)
+    for chunk in singles[100:]:
+        policy.hold(chunk.key)
+    assert len(list(policy.victims())) == 100
+    policy._put_back()
+    assert len(policy._heap) == 100
+    for chunk in singles[100:]:
+        policy.release(chunk.key)
+    assert list(policy.victims()) == [chunk.key for chunk in reversed(singles)]
+
+
+def test_a_scan_finds_names_before_parents() -> None:
+    """Chunks without parents are in plain order until an access links them; from then on tails leave first."""
+    policy = LRU()
+    found = chain("c", 3)
+    policy.on_insert([Chunk(chunk.key) for chunk in reversed(found)])
+    policy.on_insert(chain("x", 1))
+    assert names(policy) == ["c0", "c1", "c2", "x0"]
+    policy.on_access(found[:1])
+    policy.on_access(found[1:])
+    assert names(policy) == ["x0", "c2", "c1", "c0"]
+
+
+def test_a_parent_finds_the_children_that_came_before_it() -> None:
+    """A hole that is filled again is part of its chain again, and a deleted one makes its child a head."""
+    policy = LRU()
+    request = chain("c", 3)
+    policy.on_insert(request)
+    policy.on_insert(chain("x", 1))
+    policy.on_remove(ChunkKey(b"c1"), evicted=False)
+    assert names(policy) == ["c2", "c0", "x0"]
+    policy.hold(ChunkKey(b"c2"))
+    policy.on_insert(request[1:2])
+    assert names(policy) == ["x0"]
+
+
+def test_keys_that_claim_to_be_their_own_ancestors() -> None:
+    """Nonsense from a broken caller neither loops nor hides a chunk from eviction."""
+    a, b, c = (ChunkKey(name) for name in (b"a", b"b", b"c"))
+    policy = LRU()
+    policy.on_insert([Chunk(a, a), Chunk(a, a), Chunk(b, c), Chunk(c, b)])
+    policy.on_access([Chunk(a, a), Chunk(b, c), Chunk(c, b)])
+    assert sorted(policy.victims()) == [a, b, c]
+
+
+def test_one_iteration_at_a_time() -> None:
+    """An iteration that a later one has overtaken says so instead of naming wrong victims; the later one is whole."""
+    policy = LRU()
+    policy.on_insert(chain("c", 3))
+    first = policy.victims()
+    assert next(first) == b"c2"
+    assert names(policy) == ["c2", "c1", "c0"]
+    with pytest.raises(RuntimeError, match="called again"):
+        next(first)
+
+
+def test_fifo_is_the_order_of_arrival() -> None:
+    """Tail of a batch first; use and parents do not matter; a hold keeps a chunk's place, not its parent's."""
+    policy = FIFO()
+    assert isinstance(policy, PinAware)
+    policy.on_insert(chain("c", 3))
+    policy.on_insert(chain("x", 2))
+    policy.on_access(chain("c", 3))
+    policy.on_insert(chain("c", 3))
+    assert names(policy) == ["c2", "c1", "c0", "x1", "x0"]
+    policy.hold(ChunkKey(b"c1"))
+    assert names(policy) == ["c2", "c0", "x1", "x0"]
+    policy.release(ChunkKey(b"c1"))
+    assert names(policy) == ["c2", "c1", "c0", "x1", "x0"]
