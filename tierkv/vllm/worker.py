@@ -1,0 +1,209 @@
+"""The worker's half of the adapter: vLLM's copies between KV blocks and slots, each stamped when it has ended.
+
+All calls come from one thread and none but ``wait`` and ``shutdown`` may block. What becomes of a copy is told twice:
+to vLLM, for which every store succeeds, because a failure would stop the engine; and on the control page, from which
+the scheduler's half learns which stores to drop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+
+from tierkv.device import (
+    CanonicalPage,
+    CopyDone,
+    CopyJob,
+    DeviceLayout,
+    DeviceRuntime,
+    Direction,
+    PageRef,
+    Run,
+    open_runtime,
+)
+from tierkv.errors import ClosedError, TierError
+from tierkv.vllm._spec_types import ChunkGeometry, SlotSpec
+
+logger = logging.getLogger("vllm.tierkv.worker")
+
+
+class Stamps(Protocol):
+    """What a worker writes on the control page."""
+
+    def stamp(self, rank: int, slot: int, direction: Direction, ticket: int, *, ok: bool) -> None: ...
+
+
+class _Tag(NamedTuple):
+    spec: SlotSpec
+    refused: Exception | None = None
+    """Why nothing was copied although vLLM asked for it."""
+
+
+class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
+    """Copies chunks between this rank's KV blocks and its part of the slots.
+
+    Args:
+        kv_caches: vLLM's view of this rank's tensors.
+        layout: where their pages lie in a slot.
+        slots: the pool's bytes.
+        stride_nbytes: distance of slots.
+        control: where ends are stamped.
+        rank: this worker's rank.
+        group_ids: the group number in keys of each group of the layout.
+        release: called once when nothing touches pool and control page any more.
+
+    Raises:
+        TierError: the tensors are not what the layout says, or no runtime exists for their device.
+    """
+
+    def __init__(
+        self,
+        kv_caches: CanonicalKVCaches,
+        layout: DeviceLayout,
+        slots: memoryview,
+        stride_nbytes: int,
+        *,
+        control: Stamps,
+        rank: int,
+        group_ids: tuple[int, ...],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._layout = layout
+        self._control = control
+        self._rank = rank
+        self._positions = {group: position for position, group in enumerate(group_ids)}
+        self._release = release
+        self._finished: deque[TransferResult] = deque()
+        self._closed = False
+        tensors = [cache.tensor for cache in kv_caches.tensors]
+        self._runtime: DeviceRuntime = self.open_runtime(tensors, layout, slots, stride_nbytes)
+
+    def open_runtime(
+        self, tensors: list[Any], layout: DeviceLayout, slots: memoryview, stride_nbytes: int
+    ) -> DeviceRuntime:
+        """The runtime that this worker copies with; tests put a slow or failing one in its place."""
+        return open_runtime(tensors, layout, slots, stride_nbytes, self._ended)
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any) -> bool:
+        assert isinstance(dst_spec, SlotSpec), "the scheduler's half is tierkv's too"
+        return self._submit(job_id, Direction.STORE, src_spec, dst_spec)
+
+    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **_: Any) -> bool:
+        assert isinstance(src_spec, SlotSpec), "the scheduler's half is tierkv's too"
+        return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        finished: list[TransferResult] = []
+        while self._finished:
+            finished.append(self._finished.popleft())
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._runtime.wait({(direction, job_id) for direction in Direction for job_id in job_ids})
+
+    def shutdown(self) -> None:
+        """Wait for running copies, drop the others, let go of pool and control page. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._runtime.close()
+        self._release()
+
+    def _submit(self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, spec: SlotSpec) -> bool:
+        if self._closed:
+            logger.debug("%s job %d came after the shutdown and was dropped", direction.value, job_id)
+            return True
+        try:
+            copies = self._layout.split(
+                blocks.block_ids.tolist(),
+                blocks.group_sizes,
+                blocks.block_indices,
+                spec.slots,
+                slot_groups=[self._positions[group] for group in spec.groups] if spec.groups else None,
+                whole=direction is Direction.STORE,
+            )
+        except (TierError, KeyError) as error:
+            # It still waits its turn in the runtime: a stamp says that every earlier copy on the slot has ended.
+            self._runtime.submit(CopyJob(job_id, direction, (), _Tag(spec, error)))
+            return True
+        self._runtime.submit(CopyJob(job_id, direction, copies, _Tag(spec)))
+        return True
+
+    def _ended(self, done: CopyDone) -> None:
+        """A copy has ended, on the runtime's thread: stamp first, since what vLLM hears may lead it to the stamp."""
+        job, nbytes, tag = done.job, done.nbytes, done.job.tag
+        error = tag.refused or done.error
+        if done.error is not None and job.direction is Direction.LOAD and not isinstance(done.error, ClosedError):
+            logger.warning("Load job %d failed (%r) and is tried once more, plainly", job.id, error)
+            try:
+                nbytes, error = self._runtime.copy_plain(job), None
+            except Exception as again:  # noqa: BLE001 - the outcome of this job, whatever it is
+                error = again
+        for slot, ticket in zip(tag.spec.slots, tag.spec.tickets, strict=True):
+            self._control.stamp(self._rank, slot, job.direction, ticket, ok=error is None)
+        if error is None:
+            self._finished.append(TransferResult(job.id, True, nbytes, done.duration_s))
+            return
+        logger.error("%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
+        self._finished.append(TransferResult(job.id, job.direction is Direction.STORE))
+
+
+def worker_layout(config: Any, kv_caches: CanonicalKVCaches, geometry: ChunkGeometry, *, shared: bool) -> DeviceLayout:
+    """Where this rank's pages lie in a slot.
+
+    Args:
+        config: vLLM's ``OffloadingConfig``.
+        kv_caches: vLLM's view of this rank's tensors.
+        geometry: the chunk's bytes as the scheduler's half counts them.
+        shared: whether all ranks share each slot.
+
+    Raises:
+        TierError: the tensors need more bytes than the scheduler's half counted, or canonical pages are asked for
+            where they cannot be.
+    """
+    pages = [tensor.page_size_bytes for tensor in kv_caches.tensors]
+    groups = [[_page_ref(ref) for ref in group] for group in kv_caches.group_data_refs]
+    rank, n_ranks = config.parallel.rank, config.parallel.world_size
+    per_chunk = config.cache.blocks_per_chunk
+    if getattr(config, "canonical_layout", False):
+        if not shared and n_ranks > 1:
+            raise TierError(
+                "device", "canonical_layout needs the shared pool: private pools hold one rank's bytes each"
+            )
+        return DeviceLayout.canonical(
+            pages, groups, blocks_per_chunk=per_chunk, stop_nbytes=geometry.stride_nbytes, zeroes_gaps=rank == 0
+        )
+    start = rank * geometry.rank_nbytes if shared else 0
+    last = not shared or rank == n_ranks - 1
+    stop = geometry.stride_nbytes if last else start + geometry.rank_nbytes
+    return DeviceLayout.direct(pages, groups, blocks_per_chunk=per_chunk, start_nbytes=start, stop_nbytes=stop)
+
+
+def group_ids(config: Any) -> tuple[int, ...]:
+    """The group number that vLLM puts into keys, for each group that it offloads."""
+    return tuple(getattr(group, "group_id", position) for position, group in enumerate(config.groups))
+
+
+def _page_ref(ref: Any) -> PageRef:
+    mapping = getattr(ref, "mapping", None)
+    if mapping is None:
+        return PageRef(ref.tensor_idx, ref.page_size_bytes)
+    runs = tuple(
+        Run(
+            run.local_offset,
+            run.canonical_offset,
+            run.fragment_size,
+            run.num_fragments,
+            run.local_stride,
+            run.canonical_stride,
+        )
+        for run in mapping.runs
+    )
+    page = CanonicalPage(
+        mapping.canonical_page_size_bytes, runs, mapping.num_writers, mapping.writer_index, mapping.parallelism_agnostic
+    )
+    return PageRef(ref.tensor_idx, ref.page_size_bytes, page)
