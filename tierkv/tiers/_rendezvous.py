@@ -252,10 +252,11 @@ def described(pid: int) -> str:
 
 
 def _not_served(shared_id: str, hello: Hello, deadline_s: float, state: str) -> NotServedError:
+    within = f" within {deadline_s:g} s" if deadline_s else ""
     return NotServedError(
         f"{hello.asked.purpose.label} {shared_id!r}",
-        f"{hello.member} could not join{f' within {deadline_s:g} s' if deadline_s else ''}: {state}; its creator has not started, is gone, or "
-        "runs in another network namespace or on another host, where it cannot be reached",
+        f"{hello.member} could not join{within}: {state}; its creator has not started, is gone, or runs in "
+        "another network namespace or on another host, where it cannot be reached",
     )
 
 
