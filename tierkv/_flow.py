@@ -5,7 +5,7 @@ Nothing here is called from outside :mod:`tierkv._hierarchy`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -36,6 +36,8 @@ class Flow:
         for level, below in zip(self.levels, self.levels[1:], strict=False):
             if below.plan.writes is Writes.DEMOTE:
                 level.min_free_nbytes = level.plan.slot_nbytes
+        self.guarded: Counter[ChunkKey] = Counter()
+        """Keys that nobody may evict at any level for now; see :meth:`~tierkv._hierarchy.Hierarchy.guard`."""
         self.record_events = record_events
         self._events: list[Event] = []
         self._outbox: deque[Transfer] = deque()
@@ -44,7 +46,7 @@ class Flow:
 
     # -- ends of transfers --------------------------------------------------------------------------------------
 
-    def _finish_promote(self, flight: Flight, outcome: Outcome, ended: bool) -> None:
+    def _finish_promote(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         top, below, entry = self.levels[0], self.levels[flight.transfer.source], flight.target
         assert entry is not None
         if entry.state is PENDING and outcome.ok:
@@ -64,8 +66,9 @@ class Flow:
         if ended:
             self._release(below, source)
             self._pump(below)
+            self._trim(top)
 
-    def _finish_write(self, flight: Flight, outcome: Outcome, ended: bool) -> None:
+    def _finish_write(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, above, entry = self.levels[flight.transfer.target], self.levels[flight.transfer.source], flight.target
         assert entry is not None
         entry.stored = entry.stored or outcome.ok
@@ -90,7 +93,7 @@ class Flow:
             self._pump(level)
             self._trim(above)
 
-    def _finish_delete(self, flight: Flight, outcome: Outcome, ended: bool) -> None:
+    def _finish_delete(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, entry = self.levels[flight.transfer.source], flight.source
         if not ended:
             return
@@ -156,7 +159,8 @@ class Flow:
             if taken:
                 level.waiting.popitem(last=False)
                 kind = TransferKind.DEMOTE if waiting.demote else TransferKind.CASCADE
-                self._launch(kind, waiting.source_level, waiting.source, level.index, taken[0], waiting.demote)
+                levels = (waiting.source_level, level.index)
+                self._launch(kind, levels, waiting.source, taken[0], demote=waiting.demote)
             elif charge <= level.ledger.capacity_nbytes and (level.leaving or level.demoting_nbytes):
                 break
             else:
@@ -186,7 +190,7 @@ class Flow:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
         droppable = self._droppable(level)
         staying: set[ChunkKey | None] = set()
-        for entry in level.ledger.victims(lambda _: True, protect, need_nbytes):
+        for entry in level.ledger.victims(lambda entry: entry.chunk.key not in self.guarded, protect, need_nbytes):
             if not droppable(entry) and self._enqueue(self.levels[level.index + 1], level.index, entry, demote=True):
                 staying.add(entry.chunk.parent)
             elif entry.chunk.key in staying:
@@ -250,7 +254,7 @@ class Flow:
             return
         if level.index and entry.owned and entry.stored:
             level.deleting_nbytes += entry.charge_nbytes
-            self._launch(TransferKind.DELETE, level.index, entry, level.index, None)
+            self._launch(TransferKind.DELETE, (level.index, level.index), entry)
         else:
             self._free(level, entry)
 
@@ -262,13 +266,14 @@ class Flow:
     def _launch(
         self,
         kind: TransferKind,
-        source_level: int,
+        levels: tuple[int, int],
         source: Entry,
-        target_level: int,
-        target: Entry | None,
+        target: Entry | None = None,
+        *,
         demote: bool = False,
     ) -> None:
         self._last_id += 1
+        source_level, target_level = levels
         at_primary = target if target_level == 0 else source if source_level == 0 else None
         transfer = Transfer(
             id=self._last_id,
@@ -287,6 +292,13 @@ class Flow:
             self._events.append(Event(level.index, kind, chunk, reason))
 
     # -- proof --------------------------------------------------------------------------------------------------
+
+    @property
+    def primary_busy(self) -> bool:
+        """Copies out of the primary are under way or wait: slots that are held now may become evictable."""
+        return any(not f.transfer.source for f in self._flights.values()) or any(
+            not waiting.source_level for level in self.levels for waiting in level.waiting.values()
+        )
 
     @property
     def at_rest(self) -> bool:

@@ -45,6 +45,8 @@ class Offer(NamedTuple):
     """PENDING primary entries, in the order in which room was given. Fill their slots, then commit or abort each."""
     present: list[Entry]
     refused: list[tuple[Chunk, Reason]]
+    retry: bool = False
+    """Copies under way may make room for what was refused as FULL."""
 
 
 class Hierarchy(Flow):
@@ -96,11 +98,14 @@ class Hierarchy(Flow):
 
     # -- storing ------------------------------------------------------------------------------------------------
 
-    def offer(self, chunks: Sequence[Chunk], *, shielded: Collection[ChunkKey] = NOTHING) -> Offer:
+    def offer(
+        self, chunks: Sequence[Chunk], *, shielded: Collection[ChunkKey] = NOTHING, tentative: bool = False
+    ) -> Offer:
         """Reserve primary slots for chunks that somebody is about to fill.
 
         Of what fits in part the leading part is taken, leading by ``end_token`` across groups. A key given twice takes
         one slot. Nothing offered, shielded, held or pending is evicted to make room; a full refusal changes nothing.
+        ``tentative`` callers offer what was FULL again if told to ``retry``: it is counted only then.
         """
         level = self.levels[0]
         present: list[Entry] = []
@@ -127,12 +132,14 @@ class Hierarchy(Flow):
             wanted.sort(key=lambda chunk: chunk.end_token)
         reserved = self._take_primary(wanted, chunks, shielded)
         refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
-        level.counts.offered += len(chunks)
+        retry = tentative and self.primary_busy
+        n_again = len(wanted) - len(reserved) if retry else 0
+        level.counts.offered += len(chunks) - n_again
         level.counts.present += len(present) + n_twice
-        for _, reason in refused:
+        for _, reason in refused[: len(refused) - n_again]:
             level.counts.refuse(reason)
         self._trim(level)
-        return Offer(reserved, present, refused)
+        return Offer(reserved, present, refused, retry)
 
     def commit_store(self, entries: Iterable[Entry]) -> None:
         """The device's bytes are in these slots: the chunks can be read, and lower levels follow."""
@@ -147,6 +154,7 @@ class Hierarchy(Flow):
             for lower in self.levels[1:]:
                 if lower.plan.writes is Writes.CASCADE:
                     self._enqueue(lower, 0, entry, demote=False)
+        self._trim(level)
 
     def abort_store(self, entries: Iterable[Entry], reason: Reason, *, ended: bool = True) -> None:
         """The bytes did not come. With ``ended=False`` a copy may still run: call again once it has ended."""
@@ -162,17 +170,28 @@ class Hierarchy(Flow):
     ) -> list[Entry]:
         """Reserve slots for the leading part, evicting what may leave at once, but nothing of ``request`` itself."""
         level = self.levels[0]
-        short = len(wanted) * level.plan.slot_nbytes - self.primary.free_nbytes
-        if short > 0:
-            protect: set[ChunkKey | None] = {chunk.key for chunk in request}
-            protect.update(chunk.parent for chunk in wanted)
-            droppable = self._droppable(level)
-            victims = self.primary.victims(
-                lambda entry: entry.chunk.key not in shielded and droppable(entry), protect, short
-            )
-            for entry in victims:
-                self._leave(level, entry, Reason.EVICTED)
-        return self.primary.reserve(wanted)
+        slot_nbytes = level.plan.slot_nbytes
+        short = len(wanted) * slot_nbytes - self.primary.free_nbytes
+        if short <= 0:
+            return self.primary.reserve(wanted)
+        protect: set[ChunkKey | None] = {chunk.key for chunk in request}
+        protect.update(chunk.parent for chunk in wanted)
+        droppable = self._droppable(level)
+        guarded = self.guarded
+
+        def may_leave(entry: Entry) -> bool:
+            key = entry.chunk.key
+            return key not in shielded and key not in guarded and droppable(entry)
+
+        victims = self.primary.victims(may_leave, protect, short)
+        for entry in victims:
+            self._leave(level, entry, Reason.EVICTED)
+        reserved = self.primary.reserve(wanted)
+        if level.min_free_nbytes and len(reserved) < len(wanted):
+            # Leaving takes a copy here: start it for those who will ask again.
+            short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
+            self._make_room(level, short, protect.union(shielded))
+        return reserved
 
     # -- using --------------------------------------------------------------------------------------------------
 
@@ -194,6 +213,19 @@ class Hierarchy(Flow):
 
     def release(self, entry: Entry) -> None:
         self._release(self.levels[0], entry)
+
+    def guard(self, keys: Iterable[ChunkKey]) -> None:
+        """Ban the eviction of keys at every level, also where a chunk has no entry yet, until :meth:`unguard`.
+
+        For a prefix that is being promoted in several goes: what makes room for its head must not evict its tail below.
+        """
+        self.guarded.update(keys)
+
+    def unguard(self, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            self.guarded[key] -= 1
+            if not self.guarded[key]:
+                del self.guarded[key]
 
     def promote(
         self, chunks: Sequence[Chunk], *, limit: int | None = None, shielded: Collection[ChunkKey] = NOTHING
@@ -217,7 +249,7 @@ class Hierarchy(Flow):
             level, below = sources[entry.chunk.key]
             entry.promoted = True
             level.ledger.hold(below)
-            self._launch(TransferKind.PROMOTE, level.index, below, 0, entry)
+            self._launch(TransferKind.PROMOTE, (level.index, 0), below, entry)
         self._trim(self.levels[0])
         entries: list[Entry] = []
         for chunk in chunks:
@@ -277,7 +309,7 @@ class Hierarchy(Flow):
                 self._leave(level, entry, Reason.EXPIRED)
             self._pump(level)
 
-    def set_open(self, index: int, is_open: bool) -> None:
+    def set_open(self, index: int, *, is_open: bool) -> None:
         """A level's breaker: while it is not open the level answers misses and drops writes."""
         level = self.levels[index]
         level.open = is_open
@@ -287,12 +319,15 @@ class Hierarchy(Flow):
             self._refuse_waiting(level, Reason.TIER_BROKEN)
 
     def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:
-        """A transfer's end. ``ended=False`` reports a deadline: askers see the outcome, its space stays quarantined
-        until the same transfer is finished again with ``ended=True``."""
+        """A transfer's end.
+
+        ``ended=False`` reports a deadline: askers see the outcome, but its space stays quarantined until the same
+        transfer is finished again with ``ended=True``.
+        """
         flight = self._flights[transfer_id] if not ended else self._flights.pop(transfer_id)
         if flight.transfer.kind is TransferKind.PROMOTE:
-            self._finish_promote(flight, outcome, ended)
+            self._finish_promote(flight, outcome, ended=ended)
         elif flight.transfer.kind is TransferKind.DELETE:
-            self._finish_delete(flight, outcome, ended)
+            self._finish_delete(flight, outcome, ended=ended)
         else:
-            self._finish_write(flight, outcome, ended)
+            self._finish_write(flight, outcome, ended=ended)

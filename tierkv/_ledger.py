@@ -6,7 +6,7 @@ owns it. Every fact is kept once, and :meth:`Ledger.check` recounts all of them.
 States of an entry::
 
     reserve -> PENDING --commit--> READY --remove--> GONE --free--> (forgotten)
-                  \\___________remove (abort, reset)____/
+    reserve -> PENDING -----remove (abort, reset)--> GONE --free--> (forgotten)
 
 PENDING and READY entries are in the index. GONE ones are not, but their space stays charged ("quarantined") until
 whatever still touches it has ended: a copy into it (``writing``), a copy out of it or a lease (``holds``), a deletion.
@@ -137,6 +137,11 @@ class Ledger:
 
     def gone(self) -> Sequence[Entry]:
         return tuple(self._gone.values())
+
+    def coldest_first(self) -> list[Chunk]:
+        """READY chunks of ours in the order in which they would leave, for the next run to remember. O(n)."""
+        entries = (self._index[key] for key in self.policy.victims())
+        return [entry.chunk for entry in entries if entry.state is READY]
 
     def charge(self, chunk: Chunk) -> int:
         if self._free_slots is not None:
@@ -356,11 +361,20 @@ class Ledger:
         assert self.n_pending == sum(entry.state is PENDING for entry in entries)
         assert self.n_foreign == sum(not entry.owned for entry in entries)
         self._check_slots(entries + gone)
+        self._check_order(entries)
+
+    def _check_order(self, entries: Sequence[Entry]) -> None:
+        """The policy names every entry that may leave, once; of the others it may skip the busy and their ancestors."""
         order = list(self.policy.victims())
         assert len(order) == len(set(order)), "the policy names a key once"
-        owned = {entry.chunk.key for entry in entries if entry.owned}
-        evictable = {entry.chunk.key for entry in entries if entry.owned and entry.state is READY and not entry.holds}
-        assert evictable <= set(order) <= owned, "the policy orders what is resident, all of it"
+        owned = {entry.chunk.key: entry for entry in entries if entry.owned}
+        busy: set[ChunkKey] = set()
+        for entry in owned.values():
+            up: Entry | None = entry if entry.state is PENDING or entry.holds else None
+            while up is not None and up.chunk.key not in busy:
+                busy.add(up.chunk.key)
+                up = owned.get(up.chunk.parent) if up.chunk.parent is not None else None
+        assert owned.keys() - busy <= set(order) <= owned.keys(), "the policy orders what is resident, all of it"
 
     def _check_slots(self, entries: Sequence[Entry]) -> None:
         if self._free_slots is None:

@@ -1,0 +1,161 @@
+"""A hierarchy and a mover joined on one event loop: what is decided gets done, what is done gets told.
+
+Owned by :class:`~tierkv.TieredCache`. Every method runs on the loop that made it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from tierkv._hierarchy import Hierarchy
+from tierkv._level import LevelPlan
+from tierkv._mover import Completion, Mover, MoverLimits
+from tierkv.protocols import Clock, HostTier, ScanTier, Tier
+from tierkv.types import ChunkKey, Event
+
+_TICK_S = 0.25
+"""How often shares, expiry and tiers that became writable are looked at."""
+_PROBE_S = 0.1
+"""How long a lookup waits for tiers that may hold more than the ledgers know."""
+
+
+class Driver:
+    """See the module.
+
+    Args:
+        tiers: one a level, open; the first is the primary.
+        plans: what the hierarchy is told of each.
+        on_event: told of each event, on the loop; must not block or raise.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        plans: Sequence[LevelPlan],
+        *,
+        on_event: Callable[[Event], None] | None,
+        limits: MoverLimits,
+        stride_nbytes: int,
+        clock: Clock,
+    ) -> None:
+        primary = tiers[0]
+        assert isinstance(primary, HostTier)
+        self.primary = primary
+        self.hierarchy = Hierarchy(plans, record_events=on_event is not None)
+        self.mover = Mover(
+            tiers,
+            primary.slot_view,
+            self._on_done,
+            on_breaker=self._on_breaker,
+            stride_nbytes=stride_nbytes,
+            limits=limits,
+            clock=clock,
+        )
+        self._scans = [(index, tier) for index, tier in enumerate(tiers) if isinstance(tier, ScanTier)]
+        self._on_event = on_event
+        self.clock = clock
+        self._progress = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._copies: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        for work in [self._tick(), *(self._scan(index, tier) for index, tier in self._scans)]:
+            self._tasks.add(asyncio.create_task(work))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let copies end, at most ``timeout_s``, then stop the background work and the mover."""
+        await self.until(lambda: self.idle, timeout_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.mover.aclose(timeout_s=min(timeout_s, 5.0))
+        self.wake()
+
+    @property
+    def idle(self) -> bool:
+        return self.hierarchy.at_rest and not self._copies
+
+    def own(self, copy: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a copy between slots and their user as the cache's own task: its end does not depend on the caller."""
+        task = asyncio.create_task(copy)
+        self._copies.add(task)
+        task.add_done_callback(self._copy_ended)
+        return task
+
+    def _copy_ended(self, task: asyncio.Task[Any]) -> None:
+        self._copies.discard(task)
+        self.wake()
+
+    def kick(self) -> None:
+        """Hand over the transfers and events that the hierarchy made. Call after every change."""
+        transfers = self.hierarchy.take_transfers()
+        if transfers:
+            self.mover.submit(transfers)
+        if self._on_event is not None:
+            for event in self.hierarchy.take_events():
+                self._on_event(event)
+
+    def _on_done(self, completion: Completion) -> None:
+        self.hierarchy.finish(completion.transfer_id, completion.outcome, ended=completion.ended)
+        self.wake()
+        self.kick()
+
+    def _on_breaker(self, level: int, *, is_open: bool) -> None:
+        self.hierarchy.set_open(level, is_open=is_open)
+        self.wake()
+        self.kick()
+
+    def wake(self) -> None:
+        """Something changed: whoever waits looks again."""
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def change(self, timeout_s: float) -> None:
+        """Wait for the next change of anything, at most ``timeout_s``."""
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._progress.wait()
+        except TimeoutError:
+            pass
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait for a condition over the hierarchy. False if ``timeout_s`` (None: no limit) passed first."""
+        deadline = None if timeout_s is None else self.clock() + timeout_s
+        while not condition():
+            left_s = None if deadline is None else deadline - self.clock()
+            if left_s is not None and left_s <= 0:
+                return False
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._progress.wait()
+            except TimeoutError:
+                return condition()
+        return True
+
+    async def _tick(self) -> None:
+        """What changes without a completion: shares of a root, tiers that became writable, expiry."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.hierarchy.refresh()
+            self.wake()
+            self.kick()
+
+    async def _scan(self, index: int, tier: ScanTier) -> None:
+        async for found in tier.scan():
+            self.hierarchy.absorb(index, found)
+            self.wake()
+            self.kick()
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> None:
+        """Ask the tiers about keys that no ledger knows, once and not for long; what is found enters the ledgers."""
+        for index, tier in self._scans:
+            unknown = [key for key in keys if not tier.settled(key)]
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    answers = await tier.probe(unknown)
+            except TimeoutError:
+                continue
+            self.hierarchy.absorb(index, [found for found in answers if found is not None])
+        self.kick()

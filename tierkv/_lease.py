@@ -1,0 +1,157 @@
+"""Leases: chunks promoted to the primary and pinned there for as long as somebody reads them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from tierkv._driver import Driver
+from tierkv._ledger import GONE, READY, Entry
+from tierkv.errors import PinError
+from tierkv.types import Chunk, ChunkKey, PrefixHit
+
+
+class Pins:
+    """Promotes and holds on behalf of leases; what a lease knows of its cache."""
+
+    def __init__(self, driver: Driver, deadline_s: float = 30.0) -> None:
+        self._driver = driver
+        self._deadline_s = deadline_s
+
+    def allowance(self, chunks: Sequence[Chunk]) -> int:
+        """Slots that promotions for these chunks may take: a share stays free for stores, leases keep theirs."""
+        hierarchy = self._driver.hierarchy
+        ledger = hierarchy.primary
+        n_slots = hierarchy.levels[0].plan.n_slots or 0
+        reserve = max(1, n_slots // 8) if n_slots > 1 else 0
+        present = (ledger.get(chunk.key) for chunk in chunks)
+        n_mine = sum(entry is not None and entry.state is READY and not entry.holds for entry in present)
+        return max(0, n_slots - reserve - ledger.n_held - ledger.n_pending - ledger.n_gone - n_mine)
+
+    async def pin(self, chunks: Sequence[Chunk]) -> list[Entry]:
+        """Promote and hold the leading chunks; those that are ready when it returns stay held.
+
+        Where slots are held by copies to the level below, what did not fit is tried again as those end.
+        """
+        hierarchy = self._driver.hierarchy
+        pinned: list[Entry] = []
+        deadline = self._driver.clock() + self._deadline_s
+        keys = [chunk.key for chunk in chunks]
+        hierarchy.guard(keys)
+        try:
+            while len(pinned) < len(chunks):
+                n_before = len(pinned)
+                await self._pin_some(chunks[n_before:], pinned, deadline)
+                stuck = len(pinned) == n_before
+                if self._driver.clock() >= deadline or (stuck and not hierarchy.primary_busy):
+                    break
+                if stuck:
+                    await self._driver.change(deadline - self._driver.clock())
+        except BaseException:
+            self.unpin(pinned)
+            raise
+        finally:
+            hierarchy.unguard(keys)
+        hierarchy.access(chunks[: len(pinned)])
+        return pinned
+
+    async def _pin_some(self, chunks: Sequence[Chunk], pinned: list[Entry], deadline: float) -> None:
+        """Promote what fits now, wait for it, and append the entries that are ready and held to ``pinned``."""
+        hierarchy = self._driver.hierarchy
+        entries = hierarchy.promote(chunks, limit=self.allowance(chunks))
+        for entry in entries:
+            hierarchy.hold(entry)
+        self._driver.kick()
+        n_ready = 0
+
+        def decided() -> bool:
+            nonlocal n_ready
+            while n_ready < len(entries) and entries[n_ready].state is READY:
+                n_ready += 1
+            return n_ready == len(entries) or entries[n_ready].state is GONE
+
+        try:
+            await self._driver.until(decided, deadline - self._driver.clock())
+        except BaseException:
+            self.unpin(entries)
+            raise
+        self.unpin(entries[n_ready:])
+        pinned += entries[:n_ready]
+
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self._driver.hierarchy.release(entry)
+        self._driver.wake()
+        self._driver.kick()
+
+    def slot_view(self, entry: Entry) -> memoryview:
+        return self._driver.primary.slot_view(entry.slot)
+
+
+class Lease:
+    """The leading chunks of a hit, in host memory and safe from eviction inside ``async with``.
+
+    Made by :meth:`tierkv.TieredCache.lease`. Entering promotes what lies below and waits for it; what could not be
+    brought (a file that had gone, no room, a deadline) shortens the lease, so look at ``n_tokens``.
+    """
+
+    def __init__(self, pins: Pins, hit: PrefixHit) -> None:
+        self._pins = pins
+        self._hit = hit
+        self._entries: dict[ChunkKey, Entry] | None = None
+        self._views: list[memoryview] = []
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """What is really here, a leading part of the hit."""
+        return self._hit.chunks[: len(self._held())]
+
+    @property
+    def n_tokens(self) -> int:
+        chunks = self.chunks
+        return chunks[-1].end_token if chunks else 0
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """Primary slots of ``chunks``, for a device that copies from them."""
+        return [entry.slot for entry in self._held().values()]
+
+    def view(self, chunk: Chunk) -> memoryview:
+        """Read-only bytes of one chunk, ``chunk.nbytes`` long, without a copy. Invalid once the lease ends.
+
+        Raises:
+            PinError: the lease has ended, or does not hold the chunk.
+        """
+        entry = self._held().get(chunk.key)
+        if entry is None:
+            raise PinError(f"the lease does not hold the chunk that ends at token {chunk.end_token}")
+        view = self._pins.slot_view(entry)[: entry.chunk.nbytes].toreadonly()
+        self._views.append(view)
+        return view
+
+    async def __aenter__(self) -> Self:
+        if self._entries is not None:
+            raise PinError("a lease is entered once")
+        entries = await self._pins.pin(self._hit.chunks)
+        self._entries = {entry.key: entry for entry in entries}
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entries = self._held()
+        for view in self._views:
+            # Somebody's array may still be built on it; then it is theirs to let go of.
+            with contextlib.suppress(BufferError):
+                view.release()
+        self._views.clear()
+        self._pins.unpin(list(entries.values()))
+        self._entries = None
+        self._hit = PrefixHit((), (), 0, self._hit.stop)
+
+    def _held(self) -> dict[ChunkKey, Entry]:
+        if self._entries is None:
+            raise PinError("the lease is not open: use `async with cache.lease(hit) as lease`")
+        return self._entries

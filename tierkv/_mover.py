@@ -1,0 +1,316 @@
+"""Runs transfers: the asynchronous half of tierkv. Decides nothing about chunks; knows queues, deadlines and breakers.
+
+A :class:`Mover` belongs to one event loop. It gathers transfers into batches, one tier call each, keeps reads, writes
+and deletions of a level in lanes of their own so that no read waits behind a write, gives every transfer a deadline,
+and reports each end through one callback. What a deadline cuts off goes on behind it: the transfer is reported twice,
+first as failed with its space still in use, then as ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from tierkv.errors import TierKVError
+from tierkv.protocols import Clock, Tier
+from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status, Transfer, TransferKind
+
+
+class Completion(NamedTuple):
+    """The end of a transfer, for :meth:`~tierkv._hierarchy.Hierarchy.finish`."""
+
+    transfer_id: int
+    outcome: Outcome
+    ended: bool
+
+
+class BreakerCallback(Protocol):
+    def __call__(self, level: int, /, *, is_open: bool) -> None: ...
+
+
+class Queued(NamedTuple):
+    transfer: Transfer
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoverLimits:
+    """How much is under way at once. Seconds count from the moment a transfer was submitted."""
+
+    deadline_s: float = 30.0
+    n_batches: int = 4
+    """Batches of one lane that may run at once."""
+    batch_nbytes: int = 32 << 20
+    """Payload of one batch, at most (one chunk at least)."""
+    breaker_failures: int = 3
+    """Batches in a row without a single success that open the breaker; a missed deadline opens it at once."""
+    breaker_cooldown_s: float = 5.0
+    """How long it stays open at first; doubled with each failed trial, up to a minute."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One level's reads, writes or deletions."""
+
+    level: int
+    queue: deque[Queued] = field(default_factory=deque)
+    n_running: int = 0
+
+
+class Breaker:
+    """Opens on failures in a row; after a pause it lets traffic through again on trial."""
+
+    def __init__(self, limits: MoverLimits) -> None:
+        self._limits = limits
+        self._n_failed = 0
+        self._pause_s = limits.breaker_cooldown_s
+        self.is_open = False
+
+    def record(self, *, success: bool, deadline: bool = False) -> float | None:
+        """Count a batch. Seconds to stay open if that opened the breaker, else None."""
+        if success:
+            self._n_failed = 0
+            self._pause_s = self._limits.breaker_cooldown_s
+            return None
+        self._n_failed += 1
+        if self.is_open or not (deadline or self._n_failed >= self._limits.breaker_failures):
+            return None
+        self.is_open = True
+        pause, self._pause_s = self._pause_s, min(2 * self._pause_s, 60.0)
+        return pause
+
+    def trial(self) -> None:
+        """Let traffic through; the next failure opens it again."""
+        self.is_open = False
+        self._n_failed = self._limits.breaker_failures - 1
+
+
+class Mover:
+    """See the module.
+
+    Args:
+        tiers: one for each level; index 0 is only reached through ``slot_view``.
+        slot_view: writable view of a primary slot.
+        on_done: told of every end, on the loop; must not block or raise.
+        on_breaker: told when a level's breaker changes: ``is_open`` means open for traffic.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        slot_view: Callable[[int], memoryview],
+        on_done: Callable[[Completion], None],
+        *,
+        on_breaker: BreakerCallback | None = None,
+        stride_nbytes: int,
+        limits: MoverLimits = MoverLimits(),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._tiers = tiers
+        self._slot_view = slot_view
+        self._on_done = on_done
+        self._on_breaker = on_breaker
+        self._stride_nbytes = stride_nbytes
+        self._limits = limits
+        self._clock = clock
+        self._lanes: dict[tuple[int, TransferKind], Lane] = {}
+        self._breakers = [Breaker(limits) for _ in tiers]
+        self._running: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Future[Sequence[Outcome]]] = set()
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    # -- in -----------------------------------------------------------------------------------------------------
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        """Queue transfers; call it on the loop. Returns at once."""
+        deadline = self._clock() + self._limits.deadline_s
+        touched: dict[tuple[int, TransferKind], Lane] = {}
+        for transfer in transfers:
+            if self._closed:
+                self._finish(transfer, _failed(transfer.chunk.key, Reason.CLOSED))
+                continue
+            level = transfer.source if transfer.kind is TransferKind.PROMOTE else transfer.target
+            lane = self._lanes.setdefault((level, transfer.kind), Lane(level))
+            lane.queue.append(Queued(transfer, deadline))
+            touched[level, transfer.kind] = lane
+        for lane in touched.values():
+            self._start(lane)
+        self._arm_sweep()
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    async def aclose(self, timeout_s: float = 5.0) -> int:
+        """Refuse what is queued, wait for what runs. Returns how many batches still run after ``timeout_s``."""
+        self._closed = True
+        for lane in self._lanes.values():
+            while lane.queue:
+                transfer = lane.queue.popleft().transfer
+                self._finish(transfer, _failed(transfer.chunk.key, Reason.CLOSED))
+        for timer in [*self._timers, self._sweep]:
+            if timer is not None:
+                timer.cancel()
+        running = set(self._running)
+        if running:
+            _, running = await asyncio.wait(running, timeout=timeout_s)
+            left: set[asyncio.Future[Any]] = {*running, *self._calls} if running else set()
+            for future in left:
+                future.cancel()
+            if left:
+                await asyncio.wait(left, timeout=1.0)
+        return len(running)
+
+    # -- batches ------------------------------------------------------------------------------------------------
+
+    def _start(self, lane: Lane) -> None:
+        while lane.queue and lane.n_running < self._limits.n_batches:
+            batch = [lane.queue.popleft()]
+            nbytes = batch[0].transfer.chunk.nbytes
+            while lane.queue and nbytes + lane.queue[0].transfer.chunk.nbytes <= self._limits.batch_nbytes:
+                batch.append(lane.queue.popleft())
+                nbytes += batch[-1].transfer.chunk.nbytes
+            lane.n_running += 1
+            task = asyncio.create_task(self._run(lane, batch), name=f"tierkv-{self._tiers[lane.level].name}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _run(self, lane: Lane, batch: Sequence[Queued]) -> None:
+        """One tier call with its deadline; the call itself is never cancelled, since its thread would go on."""
+        transfers = [queued.transfer for queued in batch]
+        call = asyncio.ensure_future(self._call(transfers))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        try:
+            left_s = batch[0].deadline - self._clock()
+            done, _ = await asyncio.wait({call}, timeout=max(left_s, 0.0))
+            if not done:
+                self._record(lane.level, success=False, deadline=True)
+                for transfer in transfers:
+                    self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE), ended=False)
+            outcomes = await asyncio.shield(call)
+            if done:
+                self._record(lane.level, success=not outcomes or any(_answered(o) for o in outcomes))
+            for transfer, outcome in zip(transfers, outcomes, strict=True):
+                self._finish(transfer, outcome)
+        finally:
+            lane.n_running -= 1
+            if not self._closed:
+                self._start(lane)
+
+    async def _call(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
+        """Run a batch of one kind and level; whatever the tier raises becomes an outcome per key."""
+        first = transfers[0]
+        try:
+            if first.kind is TransferKind.PROMOTE:
+                items = [(t.chunk.key, self._view(t)) for t in transfers]
+                outcomes = await self._tiers[first.source].read(items)
+            elif first.kind is TransferKind.DELETE:
+                await self._tiers[first.source].delete([t.chunk.key for t in transfers])
+                outcomes = [Outcome(t.chunk.key, Status.OK) for t in transfers]
+            else:
+                outcomes = await self._write(transfers)
+        except Exception as error:  # noqa: BLE001 - a third party's tier may raise anything; it must not stop the cache
+            return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, error) for t in transfers]
+        if len(outcomes) != len(transfers):
+            broken = TierKVError(f"a tier answered {len(outcomes)} of {len(transfers)} keys")
+            return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, broken) for t in transfers]
+        return outcomes
+
+    async def _write(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
+        target = self._tiers[transfers[0].target]
+        direct = [t for t in transfers if t.slot is not None]
+        outcomes: dict[int, Outcome] = {}
+        if direct:
+            answers = await target.write([(t.chunk, self._view(t)) for t in direct])
+            outcomes.update((t.id, outcome) for t, outcome in zip(direct, answers, strict=True))
+        for transfer in transfers:
+            if transfer.slot is None:
+                outcomes[transfer.id] = await self._write_through_bounce(transfer)
+        return [outcomes[t.id] for t in transfers]
+
+    async def _write_through_bounce(self, transfer: Transfer) -> Outcome:
+        """Between two lower levels, neither of which lends its memory: by way of a page-aligned buffer of our own."""
+        buffer = memoryview(mmap.mmap(-1, self._stride_nbytes))
+        (read,) = await self._tiers[transfer.source].read([(transfer.chunk.key, buffer)])
+        if not read.ok:
+            return Outcome(read.key, Status.FAILED, Reason.TIER_ERROR, read.error)
+        (written,) = await self._tiers[transfer.target].write([(transfer.chunk, buffer)])
+        return written
+
+    def _view(self, transfer: Transfer) -> memoryview:
+        assert transfer.slot is not None
+        return self._slot_view(transfer.slot)
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, transfer: Transfer, outcome: Outcome, *, ended: bool = True) -> None:
+        self._on_done(Completion(transfer.id, outcome, ended))
+
+    def _record(self, level: int, *, success: bool, deadline: bool = False) -> None:
+        pause_s = self._breakers[level].record(success=success, deadline=deadline)
+        if pause_s is None:
+            return
+        self._tell_breaker(level, is_open=False)
+        if self._closed:
+            return
+
+        def trial() -> None:
+            self._timers.discard(timer)
+            self._breakers[level].trial()
+            self._tell_breaker(level, is_open=True)
+
+        timer = asyncio.get_running_loop().call_later(pause_s, trial)
+        self._timers.add(timer)
+
+    def _tell_breaker(self, level: int, *, is_open: bool) -> None:
+        if self._on_breaker is not None:
+            self._on_breaker(level, is_open=is_open)
+
+    def _arm_sweep(self) -> None:
+        """Transfers that a hung tier keeps in the queue must end too: one timer for the oldest of them."""
+        oldest = min((lane.queue[0].deadline for lane in self._lanes.values() if lane.queue), default=None)
+        if oldest is None or self._sweep is not None or self._closed:
+            return
+        delay_s = max(oldest - self._clock(), 0.0) + 0.01
+        self._sweep = asyncio.get_running_loop().call_later(delay_s, self._expire_queued)
+
+    def _expire_queued(self) -> None:
+        self._sweep = None
+        now = self._clock()
+        for lane in self._lanes.values():
+            expired = 0
+            while lane.queue and lane.queue[0].deadline <= now:
+                transfer = lane.queue.popleft().transfer
+                self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE))
+                expired += 1
+            if expired:
+                self._record(lane.level, success=False, deadline=True)
+        self._arm_sweep()
+
+
+def _failed(key: ChunkKey, reason: Reason) -> Outcome:
+    return Outcome(key, Status.FAILED, reason)
+
+
+def _answered(outcome: Outcome) -> bool:
+    """The tier works: a miss or a full level is an answer, an error or a full disk is not."""
+    return outcome.status is not Status.FAILED and outcome.reason is not Reason.NO_SPACE
+
+
+def padded_nbytes(chunk_nbytes: int) -> int:
+    """Slot stride for chunks of this size: rounded up to an OS page, so that direct I/O can use the slots."""
+    return -(-chunk_nbytes // 4096) * 4096
+
+
+def zero_tail(view: memoryview, chunk: Chunk) -> None:
+    """Clear a slot past its chunk's bytes, so that no earlier tenant's leftovers travel with it."""
+    if chunk.nbytes < len(view):
+        view[chunk.nbytes :] = bytes(len(view) - chunk.nbytes)

@@ -1,0 +1,139 @@
+"""A few daemon threads for blocking calls, with asyncio futures on the other end.
+
+``concurrent.futures`` joins its threads when the interpreter exits, so one read that hangs on a dead disk would hang
+the exit of the whole engine. These threads are daemons and are never joined: a hung call costs its thread and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Job = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+
+
+class Lane:
+    """Runs blocking calls on up to ``n_threads`` own daemon threads, first come first served.
+
+    Threads start when there is work for them, so a lane that is never used costs nothing.
+
+    Concurrency: every method may be called from any thread; those that return a future need a running event loop.
+    Cancelling a future only stops the waiting: the call behind it goes on.
+    """
+
+    def __init__(self, name: str, n_threads: int) -> None:
+        self.name = name
+        self.n_threads = n_threads
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._n_started = 0
+        self._n_unfinished = 0
+        self._closed = False
+
+    def run(self, fn: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Call ``fn(*args)`` on a thread of this lane; the future takes its result or exception."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def job() -> None:
+            try:
+                result = fn(*args)
+            except BaseException as error:
+                _tell(loop, future, None, error)
+            else:
+                _tell(loop, future, result, None)
+
+        self._submit(job)
+        return future
+
+    def spread(self, worker: Callable[[Iterator[int]], None], n_items: int, n_workers: int) -> asyncio.Future[None]:
+        """Let ``n_workers`` threads share the indices below ``n_items``; one hop a worker, not one an item.
+
+        Each worker is called once with the same iterator and takes indices from it until none is left, so a slow item
+        delays only its own worker. The future is done once every worker has returned; it takes the first exception.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        # `next` on a range iterator is one C call under the GIL: two workers never see the same index.
+        indices = iter(range(n_items))
+        n_workers = max(1, min(n_workers, n_items, self.n_threads))
+        ended = itertools.count(1)
+        errors: list[BaseException] = []
+
+        def job() -> None:
+            try:
+                worker(indices)
+            except BaseException as error:
+                errors.append(error)
+            if next(ended) == n_workers:
+                _tell(loop, future, None, errors[0] if errors else None)
+
+        for _ in range(n_workers):
+            self._submit(job)
+        return future
+
+    def post(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call ``fn(*args)`` on a thread of this lane; nobody waits, and an exception is logged."""
+
+        def job() -> None:
+            try:
+                fn(*args)
+            except Exception:
+                _log.exception("%s: background call failed", self.name)
+
+        self._submit(job)
+
+    def close(self) -> None:
+        """Let the threads end once they have done what is queued. Idempotent; waits for nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in range(self._n_started):
+                self._jobs.put(None)
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"lane {self.name} is closed")
+            self._n_unfinished += 1
+            start = self._n_started < min(self.n_threads, self._n_unfinished)
+            self._n_started += start
+            self._jobs.put(job)
+            if start:
+                name = f"{self.name}-{self._n_started - 1}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._lock:
+                self._n_unfinished -= 1
+            del job  # else an idle thread would keep the last batch's buffers alive
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], result: T | None, error: BaseException | None
+) -> None:
+    try:
+        loop.call_soon_threadsafe(_settle, future, result, error)
+    except RuntimeError:
+        # The loop was closed while the call ran: nobody is left to tell.
+        _log.debug("event loop closed before a background call ended")
+
+
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
