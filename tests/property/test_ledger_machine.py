@@ -1,0 +1,251 @@
+"""One level's books against a model that keeps nothing but what the caller did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ManualClock, ancestors, make_policy
+from tierkv._ledger import GONE, PENDING, READY, Entry, Ledger, State
+from tierkv.types import Chunk, ChunkKey
+
+CAPACITY = 5 * SLOT
+
+
+def charge_of(nbytes: int) -> int:
+    """What a payload costs on a level that is bounded in bytes: a header, and rounding."""
+    return -(-(nbytes + 8) // 16) * 16
+
+
+@dataclass(eq=False)
+class Line:
+    """What the model knows of one entry."""
+
+    entry: Entry
+    charge_nbytes: int
+    parent: ChunkKey | None
+    state: State = PENDING
+    owned: bool = True
+    holds: int = 0
+    writing: bool = False
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any legal calls in any order, with slots and with bytes."""
+
+    policy_name = "lru"
+    slotted = True
+
+    @initialize()
+    def begin(self) -> None:
+        self.policy = make_policy(self.policy_name, ManualClock())
+        self.ledger = Ledger(
+            name="level",
+            capacity_nbytes=CAPACITY,
+            policy=self.policy,
+            charge=None if self.slotted else charge_of,
+            n_slots=5 if self.slotted else None,
+            slot_nbytes=SLOT,
+        )
+        self.capacity = CAPACITY
+        self.lines: dict[ChunkKey, Line] = {}
+        self.gone: list[Line] = []
+        self.generations = [0] * 5
+
+    def charge(self, chunk: Chunk) -> int:
+        return SLOT if self.slotted else charge_of(chunk.nbytes)
+
+    def charged(self, state: State) -> int:
+        lines = self.gone if state is GONE else [line for line in self.lines.values() if line.state is state]
+        return sum(line.charge_nbytes for line in lines if line.owned)
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.charged(PENDING) - self.charged(READY) - self.charged(GONE)
+
+    def pick(self, data: st.DataObject, lines: list[Line]) -> Line:
+        return lines[data.draw(st.integers(0, len(lines) - 1), label="which")]
+
+    # -- rules --------------------------------------------------------------------------------------------------
+
+    @rule(path=st.sampled_from(PATHS), n=st.integers(1, 4))
+    def reserve(self, path: list[Chunk], n: int) -> None:
+        """The leading chunks that fit get room, and only they."""
+        chunks = [chunk for chunk in path[:n] if chunk.key not in self.lines]
+        free, expected = self.free, []
+        for chunk in chunks:
+            if self.charge(chunk) > free:
+                break
+            free -= self.charge(chunk)
+            expected.append(chunk)
+        taken = self.ledger.reserve(chunks)
+        assert [entry.chunk for entry in taken] == expected
+        for entry in taken:
+            self.lines[entry.key] = Line(entry, self.charge(entry.chunk), entry.chunk.parent, writing=True)
+            if self.slotted:
+                assert entry.generation == self.generations[entry.slot]
+
+    @precondition(lambda self: any(line.state is PENDING for line in self.lines.values()))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        line = self.pick(data, [line for line in self.lines.values() if line.state is PENDING])
+        self.ledger.commit(line.entry)
+        line.state, line.writing = READY, False
+
+    @precondition(lambda self: not self.slotted)
+    @rule(chunk=st.sampled_from(CHUNKS), owned=st.booleans(), extra=st.sampled_from([0, 16]), bare=st.booleans())
+    def found(self, chunk: Chunk, owned: bool, extra: int, bare: bool) -> None:
+        """A scan brings what lies on the medium, whether there is room for it or not; often only the name."""
+        chunk = chunk._replace(parent=None) if bare else chunk
+        charge = charge_of(chunk.nbytes) + extra
+        line = self.lines.get(chunk.key)
+        entry = self.ledger.insert_found(chunk, charge, owned=owned)
+        if line is None:
+            assert entry is not None
+            self.lines[chunk.key] = Line(entry, charge, chunk.parent, READY, owned)
+            return
+        assert entry is None, "what is known stays as it is"
+        if owned and not line.owned:
+            line.owned, line.charge_nbytes = True, charge
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        line = self.pick(data, list(self.lines.values()))
+        self.ledger.hold(line.entry)
+        line.holds += 1
+
+    @precondition(lambda self: any(line.holds for line in [*self.lines.values(), *self.gone]))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        line = self.pick(data, [line for line in [*self.lines.values(), *self.gone] if line.holds])
+        self.ledger.release(line.entry)
+        line.holds -= 1
+
+    @rule(path=st.sampled_from(PATHS), stranger=st.booleans())
+    def access(self, path: list[Chunk], stranger: bool) -> None:
+        """A request uses what is here; a handle whose chunk has left by now is ignored."""
+        used = [(self.lines[chunk.key].entry, chunk) for chunk in path if chunk.key in self.lines]
+        if stranger and self.gone:
+            used.append((self.gone[0].entry, self.gone[0].entry.chunk))
+        self.ledger.access(used)
+        for entry, chunk in used:
+            line = self.lines.get(chunk.key)
+            if line is not None and line.entry is entry and line.parent is None:
+                line.parent = chunk.parent
+
+    @rule(
+        enough=st.integers(0, CAPACITY),
+        protect=st.sets(st.sampled_from(KEYS), max_size=3),
+        unwanted=st.sets(st.sampled_from(KEYS), max_size=3),
+    )
+    def evict(self, enough: int, protect: set[ChunkKey], unwanted: set[ChunkKey]) -> None:
+        """Victims are the policy's, less what is pending, held, protected or unwanted, and their ancestors."""
+        chosen = self.ledger.victims(lambda entry: entry.key not in unwanted, protect, enough)
+        keys = [entry.key for entry in chosen]
+        stay = {key for key, line in self.lines.items() if line.state is PENDING or line.holds}
+        stay |= protect | unwanted
+        assert not stay & set(keys)
+        gained = [self.lines[key].charge_nbytes for key in keys]
+        assert sum(gained[:-1]) < enough or not gained, "no more than needed"
+        leaf_order = self.policy_name == "lru"
+        if leaf_order:
+            assert not {up for key in stay & set(self.lines) for up in self.resident_ancestors(key)} & set(keys)
+        if sum(gained) < enough:
+            kept = {up for key in stay for up in ancestors(key)}
+            idle = {key for key, line in self.lines.items() if line.owned} - kept
+            assert idle <= set(keys), "nothing idle was overlooked"
+        for entry in chosen:
+            self.leave(self.lines[entry.key], evicted=True)
+
+    def resident_ancestors(self, key: ChunkKey) -> set[ChunkKey]:
+        found: set[ChunkKey] = set()
+        parent = self.lines[key].parent
+        while parent is not None and parent in self.lines and self.lines[parent].owned:
+            found.add(parent)
+            parent = self.lines[parent].parent
+        return found
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """A delete, a reset or an abort: whatever state it is in."""
+        self.leave(self.pick(data, list(self.lines.values())), evicted=False)
+
+    def leave(self, line: Line, *, evicted: bool) -> None:
+        del self.lines[line.entry.key]
+        self.ledger.remove(line.entry, evicted=evicted)
+        line.state = GONE
+        self.gone.append(line)
+
+    @precondition(lambda self: any(line.writing for line in self.gone))
+    @rule(data=st.data())
+    def writer_ended(self, data: st.DataObject) -> None:
+        line = self.pick(data, [line for line in self.gone if line.writing])
+        line.entry.writing = line.writing = False
+
+    @precondition(lambda self: any(not line.writing and not line.holds for line in self.gone))
+    @rule(data=st.data())
+    def free_space(self, data: st.DataObject) -> None:
+        line = self.pick(data, [line for line in self.gone if not line.writing and not line.holds])
+        assert line.entry.settled
+        self.ledger.free(line.entry)
+        self.gone.remove(line)
+        if self.slotted:
+            self.generations[line.entry.slot] += 1
+
+    @precondition(lambda self: any(line.writing or line.holds for line in self.gone))
+    @rule(data=st.data())
+    def free_too_early(self, data: st.DataObject) -> None:
+        """Space that something still touches is never given back."""
+        line = self.pick(data, [line for line in self.gone if line.writing or line.holds])
+        with pytest.raises(AssertionError):
+            self.ledger.free(line.entry)
+
+    @precondition(lambda self: not self.slotted)
+    @rule(capacity=st.integers(0, CAPACITY))
+    def resize(self, capacity: int) -> None:
+        self.ledger.capacity_nbytes = self.capacity = capacity
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        ledger, everybody = self.ledger, [*self.lines.values(), *self.gone]
+        ledger.check()
+        assert {entry.key: entry.state for entry in ledger} == {key: line.state for key, line in self.lines.items()}
+        assert all(ledger.get(key) is line.entry for key, line in self.lines.items())
+        assert (ledger.pending_nbytes, ledger.ready_nbytes) == (self.charged(PENDING), self.charged(READY))
+        assert (ledger.quarantined_nbytes, ledger.free_nbytes) == (self.charged(GONE), self.free)
+        held = [line for line in everybody if line.holds]
+        assert (ledger.n_held, ledger.held_nbytes) == (len(held), sum(line.charge_nbytes for line in held))
+        assert ledger.n_gone == len(self.gone) == len(ledger.gone())
+        assert len(ledger) == len(self.lines)
+
+    def teardown(self) -> None:
+        """At rest nothing is pending, held or quarantined, and all room is free."""
+        if not hasattr(self, "ledger"):
+            return
+        for line in [*self.lines.values(), *self.gone]:
+            for _ in range(line.holds):
+                self.ledger.release(line.entry)
+            if line.state is not GONE:
+                self.ledger.remove(line.entry, evicted=False)
+            line.entry.writing = False
+            self.ledger.free(line.entry)
+        self.ledger.check()
+        assert self.ledger.free_nbytes == self.capacity
+        assert not len(self.ledger) and not self.ledger.n_gone and not list(self.policy.victims())
+
+
+@pytest.mark.parametrize("slotted", [True, False], ids=["slots", "bytes"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "in_order"])
+def test_ledger_agrees_with_its_model(policy: str, slotted: bool) -> None:
+    """Whatever is called in whatever order, the books are what a recount says (A5), for each kind of policy."""
+    machine = type("Machine", (LedgerMachine,), {"policy_name": policy, "slotted": slotted})
+    run_state_machine_as_test(machine)
