@@ -1,0 +1,7 @@
+"""``python -m tierkv.cli`` is ``tierkv``."""
+
+import sys
+
+from tierkv.cli import main
+
+sys.exit(main())

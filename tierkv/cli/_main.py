@@ -1,0 +1,60 @@
+"""Commands, their options, and how a wrong one ends: one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from tierkv.cli._demo import DESCRIPTION, add_arguments, run
+from tierkv.errors import TierKVError
+
+WRONG, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that refuses in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0 all is well, 1 it is not, 2 it could not start, 130 interrupted."""
+    arguments = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both ways to stop clean up after themselves
+    try:
+        return int(arguments.run(arguments))
+    except TierKVError as error:
+        print(f"{arguments.prog}: {error}", file=sys.stderr)
+        return USAGE
+    except ImportError as error:
+        print(f"{arguments.prog}: {error.name} is not installed; the extras cli and fs bring it", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print(f"{arguments.prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="tierkv", description="Tiered storage for the KV cache of language-model servers.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+    demo = commands.add_parser(
+        "demo",
+        help="serve a chat workload from host memory and disk, kill the worker, and go on from disk",
+        description=DESCRIPTION,
+    )
+    add_arguments(demo)
+    demo.set_defaults(run=run, prog=demo.prog)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return f"tierkv {importlib.metadata.version('tierkv-cache')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "tierkv, from a checkout that is not installed"
