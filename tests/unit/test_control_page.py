@@ -77,7 +77,7 @@ def test_tickets_rise(pages):
     worker, scheduler = pages
     worker.stamp(0, 1, STORE, 5, ok=True)
     for wrong in (5, 4, 0, MAX_TICKET + 1):
-        with pytest.raises(ValueError, match=f"ticket {wrong} does not follow 5"):
+        with pytest.raises(ValueError, match=f"slot 1: ticket {wrong} after 5"):
             worker.stamp(0, 1, STORE, wrong, ok=True)
     worker.stamp(1, 1, STORE, MAX_TICKET, ok=True)
     assert scheduler.status(1, STORE, 5) is OK

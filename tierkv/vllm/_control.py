@@ -180,14 +180,14 @@ class ControlPage:
 
         Raises:
             ValueError: a ticket is not above the slot's last one; the slots before it have been stamped.
-            IndexError: no such rank or slot; likewise.
+            IndexError: no such rank or slot; nothing has been stamped.
         """
         words, start = self._opened(), self._start(rank, direction)
+        places = [start + place for place in self._places(slots)]
         self._fence()  # the slots' bytes are there before the stamps that vouch for them
-        for slot, ticket in zip(slots, tickets, strict=True):
-            place = start + self._place(slot)
+        for place, ticket in zip(places, tickets, strict=True):
             if not words[place] >> 1 < ticket <= MAX_TICKET:
-                raise ValueError(f"slot {slot}: ticket {ticket} does not follow {words[place] >> 1}")
+                raise ValueError(f"slot {(place - start) // _WORDS}: ticket {ticket} after {words[place] >> 1}")
             if not ok:
                 words[place + 1] = ticket
                 self._fence()  # whoever sees the stamp sees the failure
@@ -202,12 +202,17 @@ class ControlPage:
         return self.statuses(direction, (slot,), (ticket,))[0]
 
     def statuses(self, direction: Direction, slots: Sequence[int], tickets: Sequence[int]) -> list[CopyStatus]:
-        """As :meth:`status`, for many slots: about 0.2 us for each slot and rank."""
+        """As :meth:`status`, for many slots: about 0.2 us for each and 0.1 us more for each further rank."""
         words, starts = self._opened(), self._starts[direction]
-        found = []
-        for slot, ticket in zip(slots, tickets, strict=True):
-            place = self._place(slot)
-            found.append(self._status(words, [start + place for start in starts], ticket))
+        places = self._places(slots)
+        good = [ticket << 1 | 1 for ticket in tickets]
+        if all([words[start + place] for place in places] == good for start in starts):
+            found = [CopyStatus.OK] * len(places)
+        else:
+            found = [
+                self._status(words, [start + place for start in starts], ticket)
+                for place, ticket in zip(places, tickets, strict=True)
+            ]
         self._fence()  # whoever now reads a slot reads what its stamp vouches for
         return found
 
@@ -267,10 +272,10 @@ class ControlPage:
             raise IndexError(f"rank {rank} is not in range({self._n_ranks})")
         return rank * _RANK_NBYTES
 
-    def _place(self, slot: int) -> int:
-        if not 0 <= slot < self._n_slots:
-            raise IndexError(f"slot {slot} is not in range({self._n_slots})")
-        return slot * _WORDS
+    def _places(self, slots: Sequence[int]) -> list[int]:
+        if slots and not 0 <= min(slots) <= max(slots) < self._n_slots:
+            raise IndexError(f"slots {min(slots)} to {max(slots)} are not all in range({self._n_slots})")
+        return [slot * _WORDS for slot in slots]
 
     def _identity(self, at: int) -> tuple[bytes, bytes]:
         model = bytes(self._bytes[at + _MODEL_AT : at + _MODEL_AT + DIGEST_NBYTES])
