@@ -14,9 +14,12 @@ from tierkv.types import Chunk, ChunkKey, PrefixHit
 
 
 class Pins:
-    """Promotes and holds on behalf of leases; what a lease knows of its cache."""
+    """Promotes and holds on behalf of leases; what a lease knows of its cache.
 
-    def __init__(self, driver: Driver, deadline_s: float = 30.0) -> None:
+    ``deadline_s`` bounds a lease's waiting for several rounds of transfers, each of which has a deadline of its own.
+    """
+
+    def __init__(self, driver: Driver, deadline_s: float = 60.0) -> None:
         self._driver = driver
         self._deadline_s = deadline_s
 

@@ -243,7 +243,7 @@ class TieredCache:
 
     def lease(self, hit: PrefixHit) -> Lease:
         """Promote a hit's chunks to the primary and pin them: ``async with cache.lease(hit) as lease``."""
-        return Lease(Pins(self._opened(), self._limits.deadline_s), hit)
+        return Lease(Pins(self._opened(), 2 * self._limits.deadline_s), hit)
 
     async def load(self, hit: PrefixHit, places: Sequence[Any]) -> int:
         """Copy a hit's chunks to where the caller wants them; returns how many tokens really arrived.
