@@ -8,6 +8,7 @@ never create: two creators would be two pools of which each process sees one. Th
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -277,7 +278,7 @@ def _attempt(name: bytes, shared_id: str, hello: Hello, deadline: float) -> Memb
             raise bad_setting("shared_id", shared_id, allowed)
         try:
             sock.send(hello.pack())
-            message, fds, _, _ = socket.recv_fds(sock, _REPLY.size + _TEXT_NBYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            message, fds = _receive(sock)
         except (ConnectionError, TimeoutError):
             return f"{described(owner.pid)} holds its name but did not answer"
         for fd in fds:
@@ -287,6 +288,18 @@ def _attempt(name: bytes, shared_id: str, hello: Hello, deadline: float) -> Memb
         membership = _accept(message, fds, shared_id, owner, sock)
         undo.pop_all()
         return membership
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    # Not socket.recv_fds: it drops its flags (CPython 3.11), and without this one a child started meanwhile by another
+    # thread would inherit the pool.
+    room = socket.CMSG_SPACE(struct.calcsize("i"))
+    message, control, _, _ = sock.recvmsg(_REPLY.size + _TEXT_NBYTES, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
+    return message, list(fds)
 
 
 def _accept(message: bytes, fds: list[int], shared_id: str, owner: Peer, sock: socket.socket) -> Membership:
