@@ -5,6 +5,12 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+from docutils.nodes import Element, TextElement
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
+
 _PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
 project = "tierkv"
@@ -34,5 +40,42 @@ napoleon_use_rtype = False
 # The standard library's inventory lives on the network, and a build must not need one.
 nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|contextlib|dataclasses|enum|os|pathlib|typing|types|time)\..*"),
+    ("py:.*", r"tierkv\.(.*\.)?_.*"),  # private types: said, not linked
     ("py:.*", r"(Path|Self|Sequence|Mapping|Iterable|Iterator|AsyncIterator|Callable|Any|Exception|Enum|StrEnum)"),
 ]
+
+
+_ATTRIBUTES: dict[str, list[str]] = {}
+
+
+def _keep_attribute(_app: Sphinx, what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Remember an attribute's docstring before napoleon takes "Full: nothing left" for a type and a description."""
+    if what in {"attribute", "data", "property"}:
+        _ATTRIBUTES[name] = list(lines)
+
+
+def _restore_attribute(_app: Sphinx, _what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    lines[:] = _ATTRIBUTES.pop(name, lines)
+
+
+def _where_it_is_documented(
+    _app: Sphinx, env: BuildEnvironment, node: pending_xref, content: TextElement
+) -> Element | None:
+    """Resolve a name by the module in which it is defined to the one from which users import it."""
+    if node.get("refdomain") != "py":
+        return None
+    domain = env.get_domain("py")
+    name = str(node["reftarget"]).rpartition(".")[2]
+    for module in ("tierkv", "tierkv.protocols", "tierkv.types", "tierkv.errors", "tierkv.policies", "tierkv.tiers.fs"):
+        entry = domain.data["objects"].get(f"{module}.{name}")
+        if entry is not None:
+            builder = env.app.builder
+            return make_refnode(builder, node["refdoc"], entry.docname, entry.node_id, content)
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the hooks above; napoleon's own has priority 500."""
+    app.connect("autodoc-process-docstring", _keep_attribute, priority=400)
+    app.connect("autodoc-process-docstring", _restore_attribute, priority=600)
+    app.connect("missing-reference", _where_it_is_documented)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 
-from tierkv import Chunk, ChunkKey, Level, Namespace, PrefixChunker, TieredCache
+from tierkv import Chunk, ChunkKey, CPUTier, Level, Namespace, PrefixChunker, TieredCache
 from tierkv.protocols import EvictionPolicy
-from tierkv.tiers.cpu import CPUTier
 
 CHUNK_NBYTES = 4 << 10
 

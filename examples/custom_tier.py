@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierkv import Chunk, ChunkKey, Level, Namespace, Outcome, PrefixChunker, Status, TieredCache
+from tierkv import Chunk, ChunkKey, CPUTier, Level, Namespace, Outcome, PrefixChunker, Status, TieredCache
 from tierkv.policies import LRU
 from tierkv.protocols import Tier, TierContext
-from tierkv.tiers.cpu import CPUTier
 
 CHUNK_NBYTES = 16 << 10
 

@@ -9,9 +9,8 @@ import asyncio
 import sys
 import tempfile
 
-from tierkv import Level, Namespace, PrefixChunker, TieredCache
+from tierkv import CPUTier, Level, Namespace, PrefixChunker, TieredCache
 from tierkv.policies import LRU
-from tierkv.tiers.cpu import CPUTier
 from tierkv.tiers.fs import FSTier
 
 CHUNK_NBYTES = 64 << 10
