@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
@@ -21,20 +21,21 @@ from tierkv.device import (
     DeviceLayout,
     DeviceRuntime,
     Direction,
+    GroupCopy,
     PageRef,
     Run,
     open_runtime,
 )
 from tierkv.errors import ClosedError, TierError
+from tierkv.tiers._mapping import SlotMapping
+from tierkv.vllm import _compat, _control
+from tierkv.vllm._identity import identity_digest, kv_shapes, layout_digest
 from tierkv.vllm._spec_types import ChunkGeometry, SlotSpec
 
 logger = logging.getLogger("vllm.tierkv.worker")
 
 
-class Stamps(Protocol):
-    """What a worker writes on the control page."""
-
-    def stamp(self, rank: int, slot: int, direction: Direction, ticket: int, *, ok: bool) -> None: ...
+_ON_PAGE = {Direction.STORE: _control.Direction.STORE, Direction.LOAD: _control.Direction.LOAD}
 
 
 class _Tag(NamedTuple):
@@ -49,9 +50,8 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
     Args:
         kv_caches: vLLM's view of this rank's tensors.
         layout: where their pages lie in a slot.
-        slots: the pool's bytes.
-        stride_nbytes: distance of slots.
-        control: where ends are stamped.
+        pool: the slots.
+        page: the control page, where ends are stamped.
         rank: this worker's rank.
         group_ids: the group number in keys of each group of the layout.
         release: called once when nothing touches pool and control page any more.
@@ -64,29 +64,22 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         self,
         kv_caches: CanonicalKVCaches,
         layout: DeviceLayout,
-        slots: memoryview,
-        stride_nbytes: int,
+        pool: SlotMapping,
         *,
-        control: Stamps,
+        page: _control.ControlPage,
         rank: int,
         group_ids: tuple[int, ...],
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self._layout = layout
-        self._control = control
+        self._page = page
         self._rank = rank
         self._positions = {group: position for position, group in enumerate(group_ids)}
         self._release = release
         self._finished: deque[TransferResult] = deque()
         self._closed = False
         tensors = [cache.tensor for cache in kv_caches.tensors]
-        self._runtime: DeviceRuntime = self.open_runtime(tensors, layout, slots, stride_nbytes)
-
-    def open_runtime(
-        self, tensors: list[Any], layout: DeviceLayout, slots: memoryview, stride_nbytes: int
-    ) -> DeviceRuntime:
-        """The runtime that this worker copies with; tests put a slow or failing one in its place."""
-        return open_runtime(tensors, layout, slots, stride_nbytes, self._ended)
+        self._runtime: DeviceRuntime = open_runtime(tensors, layout, pool.buffer, pool.stride_nbytes, self._ended)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any) -> bool:
         assert isinstance(dst_spec, SlotSpec), "the scheduler's half is tierkv's too"
@@ -118,20 +111,24 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
             logger.debug("%s job %d came after the shutdown and was dropped", direction.value, job_id)
             return True
         try:
-            copies = self._layout.split(
-                blocks.block_ids.tolist(),
-                blocks.group_sizes,
-                blocks.block_indices,
-                spec.slots,
-                slot_groups=[self._positions[group] for group in spec.groups] if spec.groups else None,
-                whole=direction is Direction.STORE,
-            )
+            job = CopyJob(job_id, direction, self._copies(direction, blocks, spec), _Tag(spec))
         except (TierError, KeyError) as error:
             # It still waits its turn in the runtime: a stamp says that every earlier copy on the slot has ended.
-            self._runtime.submit(CopyJob(job_id, direction, (), _Tag(spec, error)))
-            return True
-        self._runtime.submit(CopyJob(job_id, direction, copies, _Tag(spec)))
+            job = CopyJob(job_id, direction, (), _Tag(spec, error))
+        self._runtime.submit(job)
         return True
+
+    def _copies(self, direction: Direction, blocks: GPULoadStoreSpec, spec: SlotSpec) -> list[GroupCopy]:
+        if spec.generation not in {0, self._page.generation}:
+            raise TierError("device", "the job names slots of another pool")
+        return self._layout.split(
+            blocks.block_ids.tolist(),
+            blocks.group_sizes,
+            blocks.block_indices,
+            spec.slots,
+            slot_groups=[self._positions[group] for group in spec.groups] if spec.groups else None,
+            whole=direction is Direction.STORE,
+        )
 
     def _ended(self, done: CopyDone) -> None:
         """A copy has ended, on the runtime's thread: stamp first, since what vLLM hears may lead it to the stamp."""
@@ -143,13 +140,48 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
                 nbytes, error = self._runtime.copy_plain(job), None
             except Exception as again:  # noqa: BLE001 - the outcome of this job, whatever it is
                 error = again
-        for slot, ticket in zip(tag.spec.slots, tag.spec.tickets, strict=True):
-            self._control.stamp(self._rank, slot, job.direction, ticket, ok=error is None)
         if error is None:
-            self._finished.append(TransferResult(job.id, True, nbytes, done.duration_s))
-            return
-        logger.error("%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
-        self._finished.append(TransferResult(job.id, job.direction is Direction.STORE))
+            result = TransferResult(job.id, True, nbytes, done.duration_s)
+        else:
+            logger.error("%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
+            result = TransferResult(job.id, job.direction is Direction.STORE)
+        try:
+            slots, tickets = tag.spec.slots, tag.spec.tickets
+            self._page.stamp_many(self._rank, _ON_PAGE[job.direction], slots, tickets, ok=error is None)
+        finally:
+            self._finished.append(result)  # a job that is never reported would keep its request for ever
+
+
+def open_worker(
+    config: Any,
+    kv_caches: CanonicalKVCaches,
+    *,
+    pool: SlotMapping,
+    page: _control.ControlPage,
+    shared: bool,
+    release: Callable[[], None] = lambda: None,
+) -> TierKVWorker:
+    """A worker for this process's rank, its identity published on the control page.
+
+    Args:
+        config: vLLM's ``OffloadingConfig``.
+        kv_caches: vLLM's view of this rank's tensors.
+        pool: the slots, of ``ChunkGeometry.of(config, shared=shared)``.
+        page: the control page.
+        shared: whether all ranks share each slot.
+        release: called once when nothing touches pool and control page any more.
+
+    Raises:
+        TierError: as :class:`TierKVWorker` and :func:`worker_layout`.
+    """
+    rank = config.parallel.rank
+    layout = worker_layout(config, kv_caches, ChunkGeometry.of(config, shared=shared), shared=shared)
+    worker = TierKVWorker(kv_caches, layout, pool, page=page, rank=rank, group_ids=group_ids(config), release=release)
+    vllm_config = _compat.current_vllm_config()
+    identity = identity_digest(vllm_config)
+    if identity is not None:
+        page.publish_identity(rank, identity, layout_digest(config, layout, kv_shapes(vllm_config, config)))
+    return worker
 
 
 def worker_layout(config: Any, kv_caches: CanonicalKVCaches, geometry: ChunkGeometry, *, shared: bool) -> DeviceLayout:

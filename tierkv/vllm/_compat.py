@@ -1,0 +1,105 @@
+"""All that differs between vLLM versions (written for 0.30 to 0.33). Nothing else here asks which version it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import vllm.config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_offload import base
+
+try:  # 0.32
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # 0.30 and 0.31 never ask for the source of a load
+    CacheHitSource = None
+
+__all__ = [
+    "CacheHitSource",
+    "OffloadingConnectorStats",
+    "allows",
+    "current_vllm_config",
+    "event",
+    "position_getter",
+    "request_state",
+    "sliding_groups",
+]
+
+_State = TypeVar("_State")
+_FRAMES = 16
+"""Callers to look through for the KV-cache configuration: the manager is made 2 to 6 calls below its owner."""
+
+
+def request_state(context: Any, kind: type[_State], make: Callable[[Any], _State]) -> _State:
+    """The record of ``kind`` that belongs to this request context, made at first use.
+
+    It hangs on the context object, not on the request id: an id can be used again while copies of its first bearer run.
+    """
+    get = getattr(context, "get_state", None)
+    if get is None:
+        state = context.__dict__.get("_tierkv_state")
+        if state is None:
+            state = context.__dict__["_tierkv_state"] = make(context)
+        return state
+    state = get(kind)
+    if state is None:
+        state = make(context)
+        context.set_state(state)
+    return state
+
+
+def position_getter(context: Any) -> Callable[[Any], int | None] | None:
+    """``key -> end token`` for this request; None in 0.30, which has no positions: then call order has to do."""
+    return getattr(context, "get_offload_key_position", None)
+
+
+def allows(context: Any, medium: Any, locality: Any) -> bool:
+    """Whether the request lets us load from such a tier (0.30: every request does)."""
+    tier_filter = getattr(context, "load_tier_filter", None)
+    return tier_filter is None or tier_filter.allows(medium, locality)
+
+
+def sliding_groups(config: Any) -> frozenset[int]:
+    """Groups that are no prefix groups: sliding windows, local attention, recurrent state.
+
+    0.33 says so in ``OffloadingConfig``. Before that nobody tells the manager; but whoever makes it holds the KV-cache
+    configuration, so it is looked up there. If that fails, all groups count as prefix groups: nothing wrong is served,
+    and a window of such a group may be reserved in part.
+    """
+    groups = config.groups
+    if all(hasattr(group, "sliding_window_size_in_chunks") for group in groups):
+        return frozenset(g.group_id for g in groups if g.sliding_window_size_in_chunks is not None)
+    kv_cache_config = _callers_kv_cache_config()
+    if kv_cache_config is None:
+        return frozenset()
+    specs = {g.group_id: kv_cache_config.kv_cache_groups[g.group_id].kv_cache_spec for g in groups}
+    return frozenset(group_id for group_id, spec in specs.items() if not isinstance(spec, FullAttentionSpec))
+
+
+def _callers_kv_cache_config() -> Any:
+    frame = sys._getframe(1)  # noqa: SLF001 (the documented way to look at callers)
+    for _ in range(_FRAMES):
+        found = frame.f_locals.get("kv_cache_config")
+        if hasattr(found, "kv_cache_groups"):
+            return found
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
+def event(keys: list[Any], medium: Any, *, removed: bool, locality: Any, ownership: str | None) -> Any:
+    """An ``OffloadingEvent``, with those of its fields that this version has."""
+    known = base.OffloadingEvent.__dataclass_fields__
+    more = {"locality": locality, "ownership": ownership, "removal_expected": True}
+    return base.OffloadingEvent(
+        keys=keys, medium=medium, removed=removed, **{name: value for name, value in more.items() if name in known}
+    )
+
+
+def current_vllm_config() -> Any:
+    """The ``VllmConfig`` of the engine that starts a worker on this thread, or None: nobody passes it to a worker."""
+    get = getattr(vllm.config, "get_current_vllm_config_or_none", None)
+    return get() if get is not None else None
