@@ -151,9 +151,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not stay & set(keys)
         gained = [self.lines[key].charge_nbytes for key in keys]
         assert sum(gained[:-1]) < enough or not gained, "no more than needed"
-        leaf_order = self.policy_name == "lru"
-        if leaf_order:
-            assert not {up for key in stay & set(self.lines) for up in self.resident_ancestors(key)} & set(keys)
+        if self.policy_name == "lru":
+            ours = [key for key in sorted(stay) if key in self.lines and self.lines[key].owned]
+            assert not {up for key in ours for up in self.resident_ancestors(key)} & set(keys), "nor their ancestors"
         if sum(gained) < enough:
             kept = {up for key in stay for up in ancestors(key)}
             idle = {key for key, line in self.lines.items() if line.owned} - kept
