@@ -138,7 +138,7 @@ def runtime_over(
 def head_sharded(
     rank: int, n_ranks: int, *, heads: int, tokens: int, head_nbytes: int, by_token: bool
 ) -> CanonicalPage:
-    """The canonical page of ``heads`` KV heads dealt out to ranks; ranks beyond the heads hold copies and take turns."""
+    """The canonical page of ``heads`` KV heads dealt to ranks; ranks beyond the heads hold copies and take turns."""
     n_shards = min(heads, n_ranks)
     local, copies = heads // n_shards, n_ranks // n_shards
     shard = rank // copies
