@@ -34,6 +34,7 @@ class Lane:
         self.n_threads = n_threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._n_started = 0
         self._n_unfinished = 0
         self._closed = False
@@ -46,7 +47,7 @@ class Lane:
         def job() -> None:
             try:
                 result = fn(*args)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the waiter raises it
                 _tell(loop, future, None, error)
             else:
                 _tell(loop, future, result, None)
@@ -71,7 +72,7 @@ class Lane:
         def job() -> None:
             try:
                 worker(indices)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - the waiter raises it
                 errors.append(error)
             if next(ended) == n_workers:
                 _tell(loop, future, None, errors[0] if errors else None)
@@ -86,7 +87,7 @@ class Lane:
         def job() -> None:
             try:
                 fn(*args)
-            except Exception:
+            except Exception:  # noqa: BLE001 - nobody waits for it
                 _log.exception("%s: background call failed", self.name)
 
         self._submit(job)
@@ -99,6 +100,11 @@ class Lane:
             self._closed = True
             for _ in range(self._n_started):
                 self._jobs.put(None)
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Block until nothing is queued or running; False if that took longer than ``timeout_s``."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._n_unfinished, timeout_s)
 
     def _submit(self, job: _Job) -> None:
         with self._lock:
@@ -117,6 +123,8 @@ class Lane:
             job()
             with self._lock:
                 self._n_unfinished -= 1
+                if not self._n_unfinished:
+                    self._idle.notify_all()
             del job  # else an idle thread would keep the last batch's buffers alive
 
 

@@ -1,0 +1,187 @@
+"""What this owner holds on the root, in bytes and by key, and how much more it may write. In memory only."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final, NamedTuple
+
+from tierkv.tiers._fs_format import PAGE_NBYTES
+from tierkv.types import ChunkKey
+
+_SLOT_BITS: Final = 12
+MAX_IDS: Final = 1 << _SLOT_BITS
+"""Owner ids that one process can hold: its own and those of dead owners."""
+_SLOT_MASK: Final = MAX_IDS - 1
+
+
+class Held(NamedTuple):
+    """One file of ours: which of our owner ids is in its name, and what it occupies."""
+
+    slot: int
+    nbytes: int
+
+
+class Leaver(NamedTuple):
+    """A file of ours that nobody alive can read (another namespace or format): the first to go for room."""
+
+    mtime_ns: int
+    namespace: str
+    leaf: str
+    name: str
+    nbytes: int
+
+
+class Books:
+    """Every byte of this owner, counted before it is written and until after it is removed.
+
+    So the sum is never below what lies on disk, at any instant. One integer a chunk: 10^6 of them take about 100 MB.
+
+    Concurrency: any thread; ``lock`` is held for a few operations at a time, never during I/O.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.limit_nbytes = 0
+        """Granted to this owner by the root; see _fs_owners."""
+        self.fixed_nbytes = 0
+        """Lock files of ours, and room for the index of a clean close."""
+        self.adopting_nbytes = 0
+        """Reserved by owners whose ids we took and whose files we have not counted yet."""
+        self.leavers: deque[Leaver] = deque()
+        self._records: dict[ChunkKey, int] = {}
+        self._files_nbytes = 0
+        self._leavers_nbytes = 0
+        self._writing_nbytes = 0
+        self._n_scans = 0
+        self._gone: set[tuple[ChunkKey, int]] = set()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def used_nbytes(self) -> int:
+        """Everything of ours, unfinished files included; never less than what lies on disk."""
+        return self.counted_nbytes + self.adopting_nbytes
+
+    @property
+    def counted_nbytes(self) -> int:
+        """As ``used_nbytes``, without the estimate for files that a scan has yet to count."""
+        return self.fixed_nbytes + self._files_nbytes + self._leavers_nbytes + self._writing_nbytes
+
+    @property
+    def chunks_nbytes(self) -> int:
+        """Whole chunk files of our namespace."""
+        return self._files_nbytes
+
+    def get(self, key: ChunkKey) -> Held | None:
+        packed = self._records.get(key)
+        return None if packed is None else Held(packed & _SLOT_MASK, (packed >> _SLOT_BITS) * PAGE_NBYTES)
+
+    def keys(self) -> list[ChunkKey]:
+        """A copy, oldest entry first."""
+        with self.lock:
+            return list(self._records)
+
+    def slots(self) -> set[int]:
+        """Indices of the owner ids that some file carries."""
+        with self.lock:
+            return {packed & _SLOT_MASK for packed in self._records.values()}
+
+    def start_write(self, nbytes: int) -> bool:
+        """Charge a file before it is created; False (and nothing charged) if it does not fit."""
+        with self.lock:
+            if self.used_nbytes + nbytes > self.limit_nbytes:
+                return False
+            self._writing_nbytes += nbytes
+            return True
+
+    def abort_write(self, nbytes: int) -> None:
+        """The unfinished file is gone."""
+        with self.lock:
+            self._writing_nbytes -= nbytes
+
+    def end_write(self, key: ChunkKey, slot: int, nbytes: int) -> None:
+        """The file has its name, and whatever this key had before is gone."""
+        with self.lock:
+            self._writing_nbytes -= nbytes
+            self._drop(key)
+            self._add(key, slot, nbytes)
+            self._gone.discard((key, slot))
+
+    def add(self, key: ChunkKey, slot: int, nbytes: int) -> Held | None:
+        """Count a file that was found. Returns what the key is held as now: an earlier file stays in charge.
+
+        None if that file was removed since the scan that is under way began: it may have been listed before.
+        """
+        with self.lock:
+            if (key, slot) in self._gone:
+                return None
+            held = self.get(key)
+            if held is not None:
+                return held
+            self._add(key, slot, nbytes)
+            return Held(slot, nbytes)
+
+    def drop(self, key: ChunkKey) -> Held | None:
+        """The key's file is gone. Returns what it was, None if unknown."""
+        with self.lock:
+            held = self._drop(key)
+            if held is not None and self._n_scans:
+                self._gone.add((key, held.slot))
+            return held
+
+    def claim(self, key: ChunkKey, slot: int) -> bool:
+        """Before a file that no record knows is removed: False if somebody found and counted it meanwhile."""
+        with self.lock:
+            if key in self._records:
+                return False
+            if self._n_scans:
+                self._gone.add((key, slot))
+            return True
+
+    @property
+    def is_scanning(self) -> bool:
+        """True while there may be files of ours that have no record yet."""
+        return self._n_scans > 0
+
+    def begin_scan(self) -> None:
+        with self.lock:
+            self._n_scans += 1
+
+    def end_scan(self, adopted_nbytes: int) -> None:
+        """The files behind ``adopted_nbytes`` of ``adopting_nbytes`` have all been counted."""
+        with self.lock:
+            self._n_scans -= 1
+            self.adopting_nbytes -= adopted_nbytes
+            if not self._n_scans:
+                self._gone.clear()
+
+    def add_leaver(self, leaver: Leaver) -> None:
+        with self.lock:
+            self.leavers.append(leaver)
+            self._leavers_nbytes += leaver.nbytes
+
+    def drop_leaver(self, leaver: Leaver) -> None:
+        """Its file is gone; the caller took it from ``leavers``."""
+        with self.lock:
+            self._leavers_nbytes -= leaver.nbytes
+
+    def check(self) -> None:
+        """Recount. Asserts what the other methods keep true."""
+        with self.lock:
+            pages = sum(packed >> _SLOT_BITS for packed in self._records.values())
+            assert pages * PAGE_NBYTES == self._files_nbytes
+            assert sum(leaver.nbytes for leaver in self.leavers) == self._leavers_nbytes
+            assert self._writing_nbytes >= 0
+
+    def _add(self, key: ChunkKey, slot: int, nbytes: int) -> None:
+        self._records[key] = nbytes // PAGE_NBYTES << _SLOT_BITS | slot
+        self._files_nbytes += nbytes
+
+    def _drop(self, key: ChunkKey) -> Held | None:
+        held = self.get(key)
+        if held is not None:
+            del self._records[key]
+            self._files_nbytes -= held.nbytes
+        return held

@@ -1,0 +1,162 @@
+"""What lies on disk: names, sizes and the 4 KiB header of a chunk file. Pure: no I/O.
+
+A root looks like this::
+
+    root/tierkv.lock                                   held for moments, by whoever changes who owns what; empty
+    root/owner-<owner id>.lock                         flock-held by a living owner; see _fs_owners
+    root/owner-<owner id>.index                        written by a clean close; see _fs_index
+    root/<namespace digest>/<leaf>/<key hex>.<owner id>        a whole chunk: header, payload, zeros up to 4 KiB
+    root/<namespace digest>/<leaf>/<key hex>.<owner id>.part   one that its owner is writing
+
+Everything else in a root is foreign and never touched or counted.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+import xxhash
+
+from tierkv.types import Chunk, ChunkKey
+
+PAGE_NBYTES: Final = 4096
+HEADER_NBYTES: Final = PAGE_NBYTES
+VERSION: Final = 1
+MAGIC: Final = b"tierkv\r\n"
+"""The line end shows a file that went through a text-mode copy."""
+
+N_LEAVES: Final = 256
+LEAVES: Final = tuple(f"{i:02x}" for i in range(N_LEAVES))
+PART: Final = ".part"
+ROOT_LOCK: Final = "tierkv.lock"
+MAX_KEY_NBYTES: Final = 116
+"""File names end at 255 bytes: two hex digits a byte, a dot, 16 digits of owner id, ``.part``."""
+
+_NAME = re.compile(r"([0-9a-f]{2,232})\.([0-9a-f]{16})(\.part)?")
+_OWNER_FILE = re.compile(r"owner-([0-9a-f]{16})\.(lock|index|index\.part)")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+# magic, version, flags, group, namespace digest, owner, payload length, end_token, key length, parent length,
+# tenant length, payload checksum; then key, parent and tenant; the last 16 bytes are the header's own checksum.
+_FIXED = struct.Struct("<8sHHI16s8sQqHHH6x16s")
+_SUM_AT: Final = HEADER_NBYTES - 16
+_VARIABLE_NBYTES: Final = _SUM_AT - _FIXED.size
+_PARTIAL: Final = 1
+_HAS_PARENT: Final = 2
+
+
+class BadHeaderError(Exception):
+    """These 4,096 bytes are not a header that we can read; says why."""
+
+
+class Header(NamedTuple):
+    """What a chunk file says about itself."""
+
+    chunk: Chunk
+    namespace_digest: bytes
+    owner: str
+    checksum: bytes
+    """xxh3-128 of the payload's ``chunk.nbytes`` bytes."""
+
+
+class FileName(NamedTuple):
+    key: ChunkKey
+    owner: str
+    is_part: bool
+
+
+def padded_nbytes(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages: what a file of that length occupies."""
+    return (nbytes + PAGE_NBYTES - 1) & -PAGE_NBYTES
+
+
+def charge_nbytes(chunk_nbytes: int) -> int:
+    """What a payload of this length occupies, header included."""
+    return HEADER_NBYTES + padded_nbytes(chunk_nbytes)
+
+
+def namespace_digest(namespace: bytes) -> bytes:
+    """16 bytes that name a namespace *in this format version*.
+
+    The version goes in so that files which we could not read never lie where we look, and can be told from ours by
+    their directory alone.
+    """
+    return blake2b(namespace, digest_size=16, key=b"tierkv fs %d" % VERSION).digest()
+
+
+def checksum(payload: memoryview) -> bytes:
+    """xxh3-128. Releases the GIL for large payloads."""
+    return xxhash.xxh3_128_digest(payload)
+
+
+def leaf_of(key: bytes) -> str:
+    """Directory of a key. A checksum, since keys are opaque and need not be spread evenly themselves."""
+    return LEAVES[zlib.crc32(key) & 0xFF]
+
+
+def file_name(key: bytes, owner: str) -> str:
+    return f"{key.hex()}.{owner}"
+
+
+def parse_file_name(name: str) -> FileName | None:
+    """The parts of a chunk file's name, or None if the name is none of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None or len(match[1]) % 2:
+        return None
+    return FileName(ChunkKey(bytes.fromhex(match[1])), match[2], match[3] is not None)
+
+
+def parse_owner_file(name: str) -> tuple[str, str] | None:
+    """(owner id, "lock" or "index" or "index.part") of a file in the root itself, or None if it is none of ours."""
+    match = _OWNER_FILE.fullmatch(name)
+    return None if match is None else (match[1], match[2])
+
+
+def is_namespace_dir(name: str) -> bool:
+    return _DIGEST.fullmatch(name) is not None
+
+
+def fits_a_header(chunk: Chunk) -> bool:
+    """False if key, parent or tenant are too long to be written down (or the key is empty)."""
+    n = len(chunk.key) + len(chunk.parent or b"") + len(_tenant_bytes(chunk.tenant))
+    return 0 < len(chunk.key) <= MAX_KEY_NBYTES and n <= _VARIABLE_NBYTES
+
+
+def pack_header(page: memoryview, chunk: Chunk, digest: bytes, owner: str, payload_checksum: bytes) -> None:
+    """Write a header over all of ``page``, which is ``HEADER_NBYTES`` long. ``fits_a_header(chunk)`` holds."""
+    parent, tenant = chunk.parent or b"", _tenant_bytes(chunk.tenant)
+    flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None)
+    _FIXED.pack_into(
+        page, 0, MAGIC, VERSION, flags, chunk.group, digest, bytes.fromhex(owner), chunk.nbytes, chunk.end_token,
+        len(chunk.key), len(parent), len(tenant), payload_checksum,
+    )  # fmt: skip
+    page[_FIXED.size : _SUM_AT] = (chunk.key + parent + tenant).ljust(_VARIABLE_NBYTES, b"\0")
+    page[_SUM_AT:] = xxhash.xxh3_128_digest(page[:_SUM_AT])
+
+
+def unpack_header(page: memoryview) -> Header:
+    """Read a header. Raises BadHeaderError for anything that this version did not write, whole and unchanged."""
+    (magic, version, flags, group, digest, owner, nbytes, end_token, n_key, n_parent, n_tenant, payload_checksum) = (
+        _FIXED.unpack_from(page)
+    )
+    if magic != MAGIC:
+        raise BadHeaderError("no chunk file")
+    if version != VERSION:
+        raise BadHeaderError(f"format version {version}, this is version {VERSION}")
+    if page[_SUM_AT:] != xxhash.xxh3_128_digest(page[:_SUM_AT]):
+        raise BadHeaderError("header checksum")
+    at_parent = _FIXED.size + n_key
+    at_tenant = at_parent + n_parent
+    key = ChunkKey(bytes(page[_FIXED.size : at_parent]))
+    parent = ChunkKey(bytes(page[at_parent:at_tenant])) if flags & _HAS_PARENT else None
+    tenant = bytes(page[at_tenant : at_tenant + n_tenant]).decode("utf-8", "surrogatepass")
+    chunk = Chunk(key, parent, group, end_token, nbytes, tenant, bool(flags & _PARTIAL))
+    return Header(chunk, digest, owner.hex(), payload_checksum)
+
+
+def _tenant_bytes(tenant: str) -> bytes:
+    return tenant.encode("utf-8", "surrogatepass") if tenant else b""

@@ -1,0 +1,162 @@
+"""The index of a clean close: which chunks an owner held, coldest first, and when each leaf last changed.
+
+It is advice. The next open takes a leaf from it only if the directory's own time still equals the one written here;
+any other leaf is listed again, and the index then only says how recent its files are. It is removed when it is taken,
+so none outlives a process that was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import xxhash
+
+from tierkv.tiers._fs_format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
+from tierkv.tiers._fs_io import unlink_quietly
+from tierkv.types import Chunk, ChunkKey
+
+_log = logging.getLogger(__name__)
+
+_MAGIC: Final = b"tierkv-index\r\n\0\0"
+# magic, version, number of ids, of tenants, longest key, longest parent, namespace digest, number of entries
+_HEAD = struct.Struct("<16sHHHHH6x16sQ")
+_SUM_NBYTES: Final = 16
+_TIMES = struct.Struct(f"<{N_LEAVES}q")
+_ENTRY = "<BBBxHHIIqQ{key}s{parent}s"
+_PARTIAL: Final = 1
+_HAS_PARENT: Final = 2
+_PER_CHUNK_NBYTES: Final = 192
+"""What an entry is allowed for when room is set aside: enough for keys of 80 bytes."""
+
+
+class BadIndexError(Exception):
+    """Not an index of ours, or not whole."""
+
+
+class IndexEntry(NamedTuple):
+    owner: str
+    nbytes: int
+    """File length in bytes."""
+    chunk: Chunk
+
+
+@dataclass(frozen=True)
+class Index:
+    """Chunks coldest first; ``covers`` are the owner ids all of whose files in the namespace are listed."""
+
+    covers: tuple[str, ...]
+    leaf_times_ns: Mapping[str, int]
+    entries: Sequence[IndexEntry]
+
+
+def index_room_nbytes(n_chunks: int) -> int:
+    """Bytes to set aside for an index of so many chunks."""
+    return padded_nbytes(PAGE_NBYTES + n_chunks * _PER_CHUNK_NBYTES)
+
+
+def pack_index(index: Index, digest: bytes) -> bytes:
+    """The whole file."""
+    tenants: dict[str, int] = {}
+    for entry in index.entries:
+        tenants.setdefault(entry.chunk.tenant, len(tenants))
+    n_key = max((len(e.chunk.key) for e in index.entries), default=0)
+    n_parent = max((len(e.chunk.parent or b"") for e in index.entries), default=0)
+    slots = {owner: slot for slot, owner in enumerate(index.covers)}
+    entry_struct = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
+    out = bytearray(_HEAD.pack(_MAGIC, VERSION, len(slots), len(tenants), n_key, n_parent, digest, len(index.entries)))
+    out += b"".join(bytes.fromhex(owner) for owner in index.covers)
+    out += _TIMES.pack(*(index.leaf_times_ns.get(leaf, 0) for leaf in LEAVES))
+    for tenant in tenants:
+        text = tenant.encode("utf-8", "surrogatepass")
+        out += struct.pack("<H", len(text)) + text
+    for owner, nbytes, chunk in index.entries:
+        parent = chunk.parent or b""
+        out += entry_struct.pack(
+            len(chunk.key), len(parent), _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None),
+            slots[owner], tenants[chunk.tenant], chunk.group, nbytes // PAGE_NBYTES, chunk.end_token, chunk.nbytes,
+            chunk.key, parent,
+        )  # fmt: skip
+    out += xxhash.xxh3_128_digest(out)
+    return bytes(out)
+
+
+def unpack_index(data: bytes, digest: bytes) -> Index:
+    """Raises BadIndexError for anything that ``pack_index`` did not write, whole, for this namespace and version."""
+    body = memoryview(data)[:-_SUM_NBYTES]
+    if len(data) < _HEAD.size + _SUM_NBYTES or xxhash.xxh3_128_digest(body) != data[-_SUM_NBYTES:]:
+        raise BadIndexError("checksum")
+    magic, version, n_ids, n_tenants, n_key, n_parent, its_digest, n_entries = _HEAD.unpack_from(body)
+    if (magic, version, its_digest) != (_MAGIC, VERSION, digest):
+        raise BadIndexError("another format or namespace")
+    at = _HEAD.size
+    owners = tuple(body[at + 8 * i : at + 8 * i + 8].hex() for i in range(n_ids))
+    at += 8 * n_ids
+    times = dict(zip(LEAVES, _TIMES.unpack_from(body, at), strict=True))
+    at += _TIMES.size
+    tenants = []
+    for _ in range(n_tenants):
+        (length,) = struct.unpack_from("<H", body, at)
+        tenants.append(bytes(body[at + 2 : at + 2 + length]).decode("utf-8", "surrogatepass"))
+        at += 2 + length
+    entry_struct = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
+    if len(body) - at != n_entries * entry_struct.size:
+        raise BadIndexError("length")
+    return Index(owners, times, list(_entries(entry_struct.iter_unpack(body[at:]), owners, tenants)))
+
+
+def _entries(rows: Iterable[tuple[Any, ...]], owners: tuple[str, ...], tenants: list[str]) -> Iterable[IndexEntry]:
+    for key_len, parent_len, flags, slot, tenant, group, pages, end_token, nbytes, key, parent in rows:
+        its_parent = ChunkKey(parent[:parent_len]) if flags & _HAS_PARENT else None
+        chunk = Chunk(
+            ChunkKey(key[:key_len]), its_parent, group, end_token, nbytes, tenants[tenant], bool(flags & _PARTIAL)
+        )
+        yield IndexEntry(owners[slot], pages * PAGE_NBYTES, chunk)
+
+
+def save_index(root_fd: int, owner: str, data: bytes) -> None:
+    """Write and name the file, or raise OSError and leave nothing."""
+    name, part = f"owner-{owner}.index", f"owner-{owner}.index.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    unlink_quietly(part, root_fd)
+    try:
+        fd = os.open(part, flags, 0o600, dir_fd=root_fd)
+        try:
+            os.fchmod(fd, 0o600)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
+        os.rename(part, name, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    except BaseException:
+        unlink_quietly(part, root_fd)
+        raise
+
+
+def take_index(root_fd: int, owner: str, digest: bytes) -> Index | None:
+    """Read an owner's index and remove it. None if there is none; raises BadIndexError if there is one of no use."""
+    name = f"owner-{owner}.index"
+    unlink_quietly(name + ".part", root_fd)
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root_fd)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        unlink_quietly(name, root_fd)
+        raise BadIndexError(str(error)) from None
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise BadIndexError("not a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as file:
+            return unpack_index(file.read(), digest)
+    except (OSError, struct.error, ValueError, IndexError) as error:
+        raise BadIndexError(str(error)) from None
+    finally:
+        os.close(fd)
+        unlink_quietly(name, root_fd)

@@ -1,0 +1,372 @@
+"""Chunk files of one namespace: create, read, check and remove them. One ``preadv`` or ``pwritev`` a chunk.
+
+Every open is relative to a directory descriptor, non-blocking, never follows a symbolic link and is checked to be a
+regular file, so whatever somebody plants in the tree is at worst a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import threading
+import time
+from collections import Counter, deque
+from typing import Final, NamedTuple
+
+from tierkv.errors import ChunkSizeError
+from tierkv.tiers._fs_format import (
+    HEADER_NBYTES,
+    PAGE_NBYTES,
+    PART,
+    BadHeaderError,
+    Header,
+    checksum,
+    file_name,
+    leaf_of,
+    pack_header,
+    padded_nbytes,
+    unpack_header,
+)
+from tierkv.types import Chunk, ChunkKey
+
+_SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+TOUCH_AFTER_S: Final = 60.0
+"""A read renews the file's time if it is older than this: recency that survives a kill, at one inode write a minute."""
+_ZEROS: Final = memoryview(bytes(64 * 1024))
+
+
+class CorruptFileError(Exception):
+    """What lies at a chunk's path is not that chunk. ``inode`` tells it from one that replaced it meanwhile."""
+
+    def __init__(self, why: str, inode: int) -> None:
+        super().__init__(why)
+        self.inode = inode
+
+
+class NotRegularError(Exception):
+    """A link, FIFO, device, socket or directory lies at a chunk's path, or a link where a directory should be."""
+
+
+class Tally:
+    """Counts of what happened, by name. Concurrency: any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, what: str, n: int = 1) -> int:
+        """Returns the new count."""
+        with self._lock:
+            self._counts[what] += n
+            return self._counts[what]
+
+    def counts(self) -> Counter[str]:
+        """A copy."""
+        with self._lock:
+            return self._counts.copy()
+
+
+class Scratch(NamedTuple):
+    """Two aligned pages for one worker: a header, and the last page of a payload that does not fill it."""
+
+    header: memoryview
+    tail: memoryview
+
+
+class ScratchRing:
+    """Aligned scratch pages, handed round among workers. An mmap: heap memory is not aligned enough for O_DIRECT.
+
+    Concurrency: ``take`` and ``give`` from any thread; each is one atomic deque operation.
+    """
+
+    def __init__(self, n: int) -> None:
+        memory = memoryview(mmap.mmap(-1, n * 2 * PAGE_NBYTES))
+        pages = [memory[i * PAGE_NBYTES : (i + 1) * PAGE_NBYTES] for i in range(2 * n)]
+        self._free = deque(Scratch(*pages[2 * i : 2 * i + 2]) for i in range(n))
+
+    def take(self) -> Scratch:
+        return self._free.popleft()
+
+    def give(self, scratch: Scratch) -> None:
+        self._free.append(scratch)
+
+
+class ChunkFiles:
+    """The files under ``root/<namespace digest>``.
+
+    Args:
+        namespace_fd: open directory; stays the caller's.
+        digest: the namespace's digest, written into and checked against every header.
+        direct: use O_DIRECT; a chunk whose memory is not aligned for it goes through the page cache by itself.
+        durable: sync data and directory before a write counts as done (power loss).
+
+    Concurrency: any number of threads, on different keys.
+    """
+
+    def __init__(self, namespace_fd: int, digest: bytes, *, direct: bool, durable: bool, tally: Tally) -> None:
+        self._namespace_fd = namespace_fd
+        self._digest = digest
+        self._durable = durable
+        self._tally = tally
+        self._direct = bool(direct and _DIRECT)
+
+    def write(self, chunk: Chunk, buffer: memoryview, owner: str, scratch: Scratch) -> None:
+        """Put a whole chunk at its path, replacing what was there, or raise OSError and leave nothing behind.
+
+        A write that ends short raises ENOSPC.
+        """
+        payload, tail_nbytes = buffer[: chunk.nbytes], chunk.nbytes % PAGE_NBYTES
+        pack_header(scratch.header, chunk, self._digest, owner, checksum(payload))
+        parts = [scratch.header, payload[: chunk.nbytes - tail_nbytes]]
+        if tail_nbytes:
+            # Never the caller's own last page: behind the payload it may hold another tenant's bytes.
+            scratch.tail[:tail_nbytes] = payload[-tail_nbytes:]
+            scratch.tail[tail_nbytes:] = _ZEROS[: PAGE_NBYTES - tail_nbytes]
+            parts.append(scratch.tail)
+        name = file_name(chunk.key, owner)
+        leaf_fd = self._make_leaf(leaf_of(chunk.key))
+        try:
+            try:
+                self._write_part(leaf_fd, name + PART, parts)
+                os.rename(name + PART, name, src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
+            except BaseException:
+                unlink_quietly(name + PART, leaf_fd)
+                raise
+            if self._durable:
+                os.fsync(leaf_fd)
+        finally:
+            os.close(leaf_fd)
+
+    def read(self, key: ChunkKey, buffer: memoryview, owner: str, scratch: Scratch, *, touch: bool) -> Header:
+        """Fill ``buffer`` with a verified chunk and zeros behind it.
+
+        Raises:
+            FileNotFoundError: no such file.
+            NotRegularError: no file at its path that could be one of ours.
+            CorruptFileError: it is not what was written under this key, or not whole.
+            ChunkSizeError: the chunk is longer than the buffer.
+            OSError: it could not be read now (EIO, EMFILE, ...); says nothing about the file.
+        """
+        leaf_fd = self.open_leaf(leaf_of(key))
+        try:
+            fd = self._open_chunk(file_name(key, owner), leaf_fd)
+        finally:
+            os.close(leaf_fd)
+        try:
+            return self._read_open(fd, key, buffer, scratch, touch=touch)
+        finally:
+            os.close(fd)
+
+    def look(self, key: ChunkKey, owner: str) -> os.stat_result | None:
+        """The key's file, unread; None if there is no regular file of a length that a chunk file can have."""
+        try:
+            leaf_fd = self.open_leaf(leaf_of(key))
+        except (FileNotFoundError, NotRegularError):
+            return None
+        try:
+            found = os.stat(file_name(key, owner), dir_fd=leaf_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        finally:
+            os.close(leaf_fd)
+        return found if stat.S_ISREG(found.st_mode) and is_whole(found.st_size) else None
+
+    def remove(self, key: ChunkKey, owner: str, *, inode: int | None = None) -> bool:
+        """Remove the key's file; False if it was gone already. With ``inode``, only that very file.
+
+        A link or FIFO at the path is removed itself, never what it points to; a directory stays and raises OSError.
+        """
+        name = file_name(key, owner)
+        try:
+            leaf_fd = self.open_leaf(leaf_of(key))
+        except (FileNotFoundError, NotRegularError):
+            return False
+        try:
+            if inode is not None and os.stat(name, dir_fd=leaf_fd, follow_symlinks=False).st_ino != inode:
+                return False
+            os.unlink(name, dir_fd=leaf_fd)
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(leaf_fd)
+        return True
+
+    def open_leaf(self, leaf: str) -> int:
+        """Descriptor of a leaf directory. Raises FileNotFoundError, NotRegularError, OSError."""
+        return open_directory(leaf, self._namespace_fd)
+
+    def _make_leaf(self, leaf: str) -> int:
+        try:
+            return self.open_leaf(leaf)
+        except FileNotFoundError:
+            leaf_fd = make_directory(leaf, self._namespace_fd)
+            if self._durable:
+                os.fsync(self._namespace_fd)
+            return leaf_fd
+        except NotRegularError as error:
+            raise NotADirectoryError(errno.ENOTDIR, str(error)) from None
+
+    def _write_part(self, leaf_fd: int, part: str, parts: list[memoryview]) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE | (_DIRECT if self._direct else 0)
+        try:
+            fd = os.open(part, flags, 0o600, dir_fd=leaf_fd)
+        except FileExistsError:
+            # Left by a write of ours that could not clean up, or planted: either way not a chunk.
+            os.unlink(part, dir_fd=leaf_fd)
+            fd = os.open(part, flags, 0o600, dir_fd=leaf_fd)
+        try:
+            if os.fstat(fd).st_mode & 0o777 != 0o600:  # a umask took our own bits away
+                os.fchmod(fd, 0o600)
+            self._pwrite_all(fd, parts)
+            if self._durable:
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    def _pwrite_all(self, fd: int, parts: list[memoryview]) -> None:
+        total = sum(map(len, parts))
+        if self._direct:
+            try:
+                if os.pwritev(fd, parts, 0) == total:
+                    return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            self._leave_direct(fd)
+        if os.pwritev(fd, parts, 0) != total:
+            raise OSError(errno.ENOSPC, "the write ended short")
+
+    def _open_chunk(self, name: str, leaf_fd: int) -> int:
+        flags = os.O_RDONLY | _SAFE
+        try:
+            return os.open(name, flags | (_DIRECT if self._direct else 0), dir_fd=leaf_fd)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise NotRegularError(os.strerror(error.errno)) from None
+            if error.errno != errno.EINVAL:
+                raise
+        # Opening a FIFO with O_DIRECT says EINVAL, and so do file systems that have no O_DIRECT.
+        if not stat.S_ISREG(os.stat(name, dir_fd=leaf_fd, follow_symlinks=False).st_mode):
+            raise NotRegularError("not a regular file")
+        return os.open(name, flags, dir_fd=leaf_fd)
+
+    def _read_open(self, fd: int, key: ChunkKey, buffer: memoryview, scratch: Scratch, *, touch: bool) -> Header:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotRegularError("not a regular file")
+        if not is_whole(found.st_size):
+            raise CorruptFileError(f"{found.st_size} bytes are no whole chunk", found.st_ino)
+        payload_nbytes = found.st_size - HEADER_NBYTES
+        # Whole pages go straight into the buffer; the last one through scratch if the buffer has no room for its zeros.
+        straight_nbytes = min(payload_nbytes, len(buffer) & -PAGE_NBYTES)
+        parts = [scratch.header, buffer[:straight_nbytes]]
+        if straight_nbytes < payload_nbytes:
+            parts.append(scratch.tail)
+        self._pread_all(fd, parts, found.st_ino)
+        header = self._identified(key, scratch.header, payload_nbytes, found.st_ino)
+        nbytes = header.chunk.nbytes
+        if nbytes > len(buffer):
+            raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
+        if nbytes > straight_nbytes:
+            buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
+        if checksum(buffer[:nbytes]) != header.checksum:
+            raise CorruptFileError("payload checksum", found.st_ino)
+        zero(buffer, nbytes)
+        if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:
+            os.utime(fd)
+        return header
+
+    def _identified(self, key: ChunkKey, page: memoryview, payload_nbytes: int, inode: int) -> Header:
+        try:
+            header = unpack_header(page)
+        except BadHeaderError as error:
+            raise CorruptFileError(str(error), inode) from None
+        if header.chunk.key != key or header.namespace_digest != self._digest:
+            raise CorruptFileError("another chunk's file", inode)
+        if padded_nbytes(header.chunk.nbytes) != payload_nbytes:
+            raise CorruptFileError("length differs from the header's", inode)
+        return header
+
+    def _pread_all(self, fd: int, parts: list[memoryview], inode: int) -> None:
+        total = sum(map(len, parts))
+        if self._direct:
+            try:
+                if os.preadv(fd, parts, 0) == total:
+                    return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            self._leave_direct(fd)
+        if os.preadv(fd, parts, 0) != total:
+            raise CorruptFileError("the file ends short", inode)
+
+    def _leave_direct(self, fd: int) -> None:
+        """Let this one descriptor go through the page cache: its memory is not aligned for O_DIRECT."""
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
+        self._tally.add("buffered")
+
+
+def direct_works(name: str, dir_fd: int) -> bool:
+    """Try O_DIRECT by a write: rewrite the first page of an existing file of ours with itself.
+
+    Some file systems let the open pass and refuse every write. An empty file is left alone and answers True: a chunk
+    that finds out otherwise goes through the page cache by itself.
+    """
+    page = memoryview(mmap.mmap(-1, PAGE_NBYTES))
+    try:
+        fd = os.open(name, os.O_RDWR | _DIRECT | _SAFE, dir_fd=dir_fd)
+    except OSError:
+        return False
+    try:
+        if os.fstat(fd).st_size == 0:
+            return True
+        return os.preadv(fd, [page], 0) == PAGE_NBYTES and os.pwritev(fd, [page], 0) == PAGE_NBYTES
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def is_whole(file_nbytes: int) -> bool:
+    """True if a chunk file can have this length."""
+    return file_nbytes >= HEADER_NBYTES and file_nbytes % PAGE_NBYTES == 0
+
+
+def zero(buffer: memoryview, start: int) -> None:
+    """Zero ``buffer`` from ``start`` on, in pieces short enough not to hold the GIL for long."""
+    for at in range(start, len(buffer), len(_ZEROS)):
+        piece = buffer[at : at + len(_ZEROS)]
+        piece[:] = _ZEROS[: len(piece)]
+
+
+def open_directory(name: str, dir_fd: int) -> int:
+    """Open a sub-directory without following a link. Raises FileNotFoundError, NotRegularError, OSError."""
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise NotRegularError(f"{name} is not a directory") from None
+        raise
+
+
+def make_directory(name: str, dir_fd: int) -> int:
+    """Make (if need be) and open a sub-directory, mode 0700 whatever the umask. Raises as ``open_directory``."""
+    try:
+        os.mkdir(name, 0o700, dir_fd=dir_fd)
+    except FileExistsError:
+        return open_directory(name, dir_fd)
+    # A umask may have taken our own bits away, and then the directory cannot be opened yet.
+    os.chmod(name, 0o700, dir_fd=dir_fd)
+    return open_directory(name, dir_fd)
+
+
+def unlink_quietly(name: str, dir_fd: int) -> None:
+    """Remove a file that is not worth an error."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=dir_fd)

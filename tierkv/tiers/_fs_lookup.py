@@ -1,0 +1,93 @@
+"""Answers about keys that the ledger does not know: surely absent, or worth a look at the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tierkv.protocols import Clock
+from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_format import leaf_of
+from tierkv.tiers._fs_io import ChunkFiles, Tally
+from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs_scan import Scanner
+from tierkv.types import ChunkKey, Found
+
+ABSENT_FOR_S: Final = 1.0
+"""A negative answer holds this long while the scan runs or another owner may write the key."""
+_MOST_ABSENT: Final = 1 << 16
+_MOST_SHUNNED: Final = 1 << 12
+
+
+class Lookups:
+    """Probes files by name: a few ``stat`` calls a key, no directory is read.
+
+    Concurrency: any thread.
+    """
+
+    def __init__(
+        self, *, files: ChunkFiles, books: Books, seat: Seat, scanner: Scanner, tally: Tally, clock: Clock
+    ) -> None:
+        self._files = files
+        self._books = books
+        self._seat = seat
+        self._scanner = scanner
+        self._tally = tally
+        self._clock = clock
+        self._absent: dict[ChunkKey, float] = {}
+        self._shunned: dict[tuple[ChunkKey, str], int] = {}
+
+    def settled(self, key: ChunkKey) -> bool:
+        """True if a key that the ledger does not know is surely absent, or was so within the last second."""
+        if self._books.get(key) is not None:
+            return False
+        if not self._books.is_scanning and not self._seat.foreign_ids:
+            return True
+        until = self._absent.get(key)
+        return until is not None and self._clock() < until
+
+    def probe(self, keys: Sequence[ChunkKey]) -> list[Found | None]:
+        """Look for each key; an answer is as old as its last ``stat``."""
+        return [self._probe_one(key) for key in keys]
+
+    def owners_of(self, key: ChunkKey) -> list[str]:
+        """Owner ids under which a file of this key may lie, likeliest first."""
+        held = self._books.get(key)
+        if held is not None:
+            return [self._seat.ids[held.slot]]
+        return [*(self._seat.held_ids() if self._books.is_scanning else ()), *self._seat.foreign_ids]
+
+    def found(self, key: ChunkKey) -> None:
+        """The key was written: forget that it was absent."""
+        self._absent.pop(key, None)
+
+    def shun(self, key: ChunkKey, owner: str, inode: int) -> None:
+        """A foreign file proved to be corrupt. It is not ours to remove, and must not be offered again."""
+        if len(self._shunned) >= _MOST_SHUNNED:
+            self._shunned.clear()
+        self._shunned[key, owner] = inode
+
+    def _probe_one(self, key: ChunkKey) -> Found | None:
+        for owner in self.owners_of(key):
+            found = self._files.look(key, owner)
+            slot = self._seat.slot_of(owner)
+            if found is None:
+                if slot is not None and self._books.drop(key) is not None:
+                    self._tally.add("vanished")
+            elif slot is None:
+                if self._shunned.get((key, owner)) != found.st_ino:
+                    return Found(key, found.st_size, owned=False)
+            elif self._books.add(key, slot, found.st_size) is not None:
+                return Found(key, found.st_size)
+        self._remember_absent(key)
+        return None
+
+    def _remember_absent(self, key: ChunkKey) -> None:
+        if self._books.is_scanning:
+            self._scanner.ask_first(leaf_of(key))
+        now = self._clock()
+        self._absent[key] = now + ABSENT_FOR_S
+        if len(self._absent) > _MOST_ABSENT:
+            # Entries are in order of time, near enough. Another thread may change the dict while it is copied.
+            live = {k: until for k, until in list(self._absent.items()) if until > now}
+            self._absent = live if len(live) <= _MOST_ABSENT // 2 else {}

@@ -1,0 +1,293 @@
+"""An open root: every part of the fs tier put together, and taken apart again in the right order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tierkv._threads import Lane
+from tierkv.errors import TierError, bad_setting
+from tierkv.protocols import Clock, TierContext
+from tierkv.sizes import format_size
+from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_feed import Feed
+from tierkv.tiers._fs_format import (
+    LEAVES,
+    PAGE_NBYTES,
+    charge_nbytes,
+    namespace_digest,
+    padded_nbytes,
+    parse_file_name,
+)
+from tierkv.tiers._fs_index import Index, IndexEntry, index_room_nbytes, pack_index, save_index
+from tierkv.tiers._fs_io import ChunkFiles, NotRegularError, Tally, direct_works, make_directory
+from tierkv.tiers._fs_lookup import Lookups
+from tierkv.tiers._fs_ops import Operations
+from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs_scan import Gate, Scanner
+from tierkv.types import Chunk, ChunkKey
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 1.0
+"""How often an owner looks at the others: it bounds how long a newcomer waits for its share."""
+_MOST_DEFAULT_FREE_NBYTES: Final = 1 << 30
+COUNTERS: Final = (
+    "corrupt",  # files that were not what was written under their key, or not whole
+    "vanished",  # files that somebody else removed
+    "not_regular",  # links, FIFOs, devices, directories at a chunk's path
+    "failed_reads",
+    "failed_writes",
+    "failed_deletes",
+    "failed_scans",
+    "no_space",
+    "deleted",
+    "trimmed",  # files removed by a scan to come under the limit
+    "unfinished",  # files that a dead owner was writing
+    "leavers_removed",  # files that nobody alive could read, removed for room
+    "orphans",  # files whose owner's lock file was gone
+    "adopted_owners",
+    "bad_index",
+    "leaves_from_index",
+    "buffered",  # chunks whose memory was not aligned for direct I/O
+)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The settings of a tier, checked."""
+
+    root: str
+    capacity_nbytes: int | None
+    min_free_nbytes: int | None
+    n_workers: int
+    durable: bool
+    clock: Clock
+    gate: Gate | None
+
+
+class Mount:
+    """One tier's use of one root, from open to close.
+
+    Concurrency: ``open``, ``close`` and ``beat`` block on I/O; the rest is cheap.
+    """
+
+    @classmethod
+    def open(cls, name: str, wishes: Wishes, ctx: TierContext) -> Mount:
+        """Raises what :meth:`FSTier.open` raises; then nothing of ours is left behind."""
+        path = os.path.realpath(wishes.root)
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise bad_setting(f"{name}.root", wishes.root, "a directory, or a path where one can be made")
+        _refuse_small(name, wishes, ctx)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.mkdir(path, 0o700)
+            os.chmod(path, 0o700)
+        except FileExistsError:
+            pass
+        root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return cls(name, wishes, ctx, path, root_fd)
+        except BaseException:
+            os.close(root_fd)
+            raise
+
+    def __init__(self, name: str, wishes: Wishes, ctx: TierContext, path: str, root_fd: int) -> None:
+        self.books = Books()
+        self.feed = Feed()
+        self._name = name
+        self._path = path
+        self._root_fd = root_fd
+        self._wishes = wishes
+        self._ctx = ctx
+        self._tally = Tally()
+        self._digest = namespace_digest(ctx.namespace)
+        self._min_free_nbytes = self._decide_min_free()
+        self._stop = threading.Event()
+        self._seat = Seat(name, root_fd, self._digest.hex(), self.books, self.spare_nbytes)
+        self._namespace_fd = self._take_seat()
+        direct = direct_works(f"owner-{self._seat.id}.lock", root_fd)
+        if not direct:
+            _log.warning("%s: no direct I/O on %s: chunks go through the page cache", name, path)
+        files = ChunkFiles(self._namespace_fd, self._digest, direct=direct, durable=wishes.durable, tally=self._tally)
+        self.scanner = Scanner(
+            name, root_fd, digest=self._digest, files=files, books=self.books, seat=self._seat, feed=self.feed,
+            tally=self._tally, gate=wishes.gate,
+        )  # fmt: skip
+        self.lookups = Lookups(
+            files=files, books=self.books, seat=self._seat, scanner=self.scanner, tally=self._tally, clock=wishes.clock
+        )
+        self.operations = Operations(
+            name, root_fd, files=files, books=self.books, seat=self._seat, scanner=self.scanner,
+            lookups=self.lookups, tally=self._tally, n_workers=wishes.n_workers, chunk_nbytes=ctx.chunk_nbytes,
+            spare_nbytes=self.spare_nbytes,
+        )  # fmt: skip
+        self._scan_lane = Lane(f"tierkv-{name}-scan", 1)
+        self._keeper = threading.Thread(target=self._keep, name=f"tierkv-{name}-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Scan in the background, and keep an eye on the other owners."""
+        self._scan_lane.post(self.scanner.first)
+        self._keeper.start()
+
+    def stop(self) -> None:
+        """No more news: the feed ends, a scan under way is given up."""
+        self._stop.set()
+        self.scanner.stop()
+        self.feed.close()
+
+    def close(self, order: Sequence[Chunk] | None) -> None:
+        """Write the index and let go of the root. No operation is under way, and ``stop`` was called.
+
+        Args:
+            order: chunks coldest first, as the ledger knows them; None if it never said.
+        """
+        self._keeper.join()
+        self._scan_lane.wait_idle()
+        self._scan_lane.close()
+        try:
+            if not self.books.is_scanning:
+                self._save_index(order or ())
+        except OSError as error:
+            _log.warning("%s: no index written (%s): the next open lists the tree", self._name, error)
+        finally:
+            self._seat.leave(self._owns_files())
+            os.close(self._namespace_fd)
+            os.close(self._root_fd)
+
+    def beat(self) -> None:
+        """Look at the other owners once: shares, capacity, adoptions."""
+        new = self._seat.refresh()
+        if new:
+            _log.info("%s: adopted the files of dead owners %s", self._name, ", ".join(new))
+            self._tally.add("adopted_owners", len(new))
+            self._scan_lane.post(self.scanner.adopted, new)
+
+    def share_nbytes(self) -> int:
+        """The part of our limit that chunks can have: all but lock files and room for the index."""
+        return max(0, self.books.limit_nbytes - self.books.fixed_nbytes)
+
+    def spare_nbytes(self) -> int:
+        """What the file system can still give us and keep ``min_free``; negative if that is not kept now."""
+        found = os.fstatvfs(self._root_fd)
+        # f_bavail: f_bfree counts what is reserved for root.
+        return found.f_bavail * found.f_frsize - self._min_free_nbytes
+
+    def counters(self) -> dict[str, int]:
+        counts = self._tally.counts()
+        return {name: counts[name] for name in (*COUNTERS, *sorted(counts.keys() - set(COUNTERS)))}
+
+    def usage(self) -> dict[str, int]:
+        return {
+            "used_nbytes": self.books.counted_nbytes,
+            "chunks_nbytes": self.books.chunks_nbytes,
+            "limit_nbytes": self.books.limit_nbytes,
+            "capacity_nbytes": self._seat.capacity_nbytes,
+            "n_chunks": len(self.books),
+            "n_owners": self._seat.n_owners,
+        }
+
+    def _keep(self) -> None:
+        failed = False
+        while not self._stop.wait(HEARTBEAT_S):
+            try:
+                self.beat()
+                failed = False
+            except (OSError, TierError) as error:
+                if not failed:
+                    _log.warning("%s: cannot look after the other owners of the root: %s", self._name, error)
+                failed = True
+
+    def _take_seat(self) -> int:
+        """Join the owners and open our namespace's directory, or leave nothing behind."""
+        try:
+            self._seat.join(self._decide_capacity)
+            n_chunks = self._seat.capacity_nbytes // self._seat.n_owners // charge_nbytes(self._ctx.chunk_nbytes)
+            self._index_room_nbytes = index_room_nbytes(n_chunks)
+            with self.books.lock:
+                self.books.fixed_nbytes += self._index_room_nbytes
+            return make_directory(self._digest.hex(), self._root_fd)
+        except BaseException as error:
+            self._seat.leave(lambda owner: owner != self._seat.new_id)
+            if isinstance(error, NotRegularError):
+                raise TierError(self._name, f"no directory where our namespace belongs: {error}") from None
+            raise
+
+    def _decide_min_free(self) -> int:
+        if self._wishes.min_free_nbytes is not None:
+            return self._wishes.min_free_nbytes
+        found = os.fstatvfs(self._root_fd)
+        return min(_MOST_DEFAULT_FREE_NBYTES, found.f_blocks * found.f_frsize // 20)
+
+    def _decide_capacity(self, ours_nbytes: int) -> int:
+        asked = [n for n in (self._wishes.capacity_nbytes, self._ctx.capacity_nbytes) if n]
+        if asked:
+            return min(asked)
+        found = os.fstatvfs(self._root_fd)
+        free_nbytes = found.f_bavail * found.f_frsize
+        capacity = (free_nbytes + ours_nbytes) // 2
+        least = least_capacity_nbytes(self._ctx.chunk_nbytes)
+        if capacity < least:
+            raise bad_setting(f"{self._name}.root", self._wishes.root, f"on a disk with {2 * least} bytes free or ours")
+        _log.info(
+            "%s: no capacity given; taking %s, half of %s free and %s ours on %s", self._name, format_size(capacity),
+            format_size(free_nbytes), format_size(ours_nbytes), self._path,
+        )  # fmt: skip
+        return capacity
+
+    def _save_index(self, order: Sequence[Chunk]) -> None:
+        ids, books = self._seat.ids, self.books
+        ordered = {chunk.key: chunk for chunk in order}
+        entries = []
+        held_keys = books.keys()
+        # What the ledger never heard of or has let go is colder than all it knows.
+        for key in (*(key for key in held_keys if key not in ordered), *ordered):
+            held = books.get(key)
+            if held is not None:
+                entries.append(IndexEntry(ids[held.slot], held.nbytes, ordered.get(key) or Chunk(ChunkKey(key))))
+        covers = tuple(self._seat.held_ids())
+        data = pack_index(Index(covers, self._leaf_times(), entries), self._digest)
+        spare = max(0, books.limit_nbytes - books.used_nbytes)
+        if padded_nbytes(len(data)) <= self._index_room_nbytes + spare:
+            save_index(self._root_fd, self._seat.id, data)
+        else:
+            _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))
+
+    def _leaf_times(self) -> dict[str, int]:
+        times = {}
+        for leaf in LEAVES:
+            try:
+                times[leaf] = os.stat(leaf, dir_fd=self._namespace_fd, follow_symlinks=False).st_mtime_ns
+            except FileNotFoundError:
+                continue
+        return times
+
+    def _owns_files(self) -> Callable[[str], bool]:
+        """Whether an owner id is in some file's name, as far as we know."""
+        books = self.books
+        if books.is_scanning:
+            return lambda _owner: True
+        owners = {self._seat.ids[slot] for slot in books.slots()}
+        owners |= {parsed.owner for item in books.leavers if (parsed := parse_file_name(item.name)) is not None}
+        return owners.__contains__
+
+
+def least_capacity_nbytes(chunk_nbytes: int) -> int:
+    """The smallest capacity that holds a chunk: header and payload, our lock file, an index."""
+    return PAGE_NBYTES + index_room_nbytes(1) + charge_nbytes(chunk_nbytes)
+
+
+def _refuse_small(name: str, wishes: Wishes, ctx: TierContext) -> None:
+    least = least_capacity_nbytes(ctx.chunk_nbytes)
+    allowed = (
+        f"at least {least} bytes: one chunk of {ctx.chunk_nbytes} occupies {charge_nbytes(ctx.chunk_nbytes)}, "
+        f"lock file and index the rest"
+    )
+    if wishes.capacity_nbytes is not None and wishes.capacity_nbytes < least:
+        raise bad_setting(f"{name}.capacity", wishes.capacity_nbytes, allowed, least)
+    if 0 < ctx.capacity_nbytes < least:
+        raise bad_setting(f"{name}'s level capacity", ctx.capacity_nbytes, allowed, least)

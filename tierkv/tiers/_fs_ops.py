@@ -1,0 +1,201 @@
+"""The blocking side of the fs tier's calls: what one worker does with one chunk. Every outcome is a value."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
+from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_format import charge_nbytes, fits_a_header
+from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, NotRegularError, Scratch, ScratchRing, Tally
+from tierkv.tiers._fs_lookup import Lookups
+from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs_scan import Scanner, remove_leaver
+from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
+
+_log = logging.getLogger(__name__)
+
+_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MISSING: Final = Status.MISSING
+
+
+class Operations:
+    """Reads, writes and removes chunks of one open tier.
+
+    Concurrency: any thread, on different keys.
+    """
+
+    def __init__(
+        self, name: str, root_fd: int, *, files: ChunkFiles, books: Books, seat: Seat, scanner: Scanner,
+        lookups: Lookups, tally: Tally, n_workers: int, chunk_nbytes: int, spare_nbytes: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._root_fd = root_fd
+        self._files = files
+        self._books = books
+        self._seat = seat
+        self._scanner = scanner
+        self._lookups = lookups
+        self._tally = tally
+        self._chunk_nbytes = chunk_nbytes
+        self._spare_nbytes = spare_nbytes
+        self._ring = ScratchRing(n_workers)
+        self._room_lock = threading.Lock()
+
+    def read_some(
+        self, items: Sequence[tuple[ChunkKey, memoryview]], outcomes: list[Outcome | None], indices: Iterator[int]
+    ) -> None:
+        """One worker's part of a batch: take indices until none is left."""
+        scratch = self._ring.take()
+        try:
+            for i in indices:
+                outcomes[i] = self._read(*items[i], scratch)
+        finally:
+            self._ring.give(scratch)
+
+    def write_some(
+        self, items: Sequence[tuple[Chunk, memoryview]], outcomes: list[Outcome | None], indices: Iterator[int]
+    ) -> None:
+        """One worker's part of a batch: take indices until none is left."""
+        scratch = self._ring.take()
+        try:
+            for i in indices:
+                outcomes[i] = self._write(*items[i], scratch)
+        finally:
+            self._ring.give(scratch)
+
+    def delete_some(self, keys: Sequence[ChunkKey], indices: Iterator[int]) -> None:
+        for i in indices:
+            self._delete(keys[i])
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return [found is not None for found in self._lookups.probe(keys)]
+
+    def _read(self, key: ChunkKey, buffer: memoryview, scratch: Scratch) -> Outcome:
+        for owner in self._lookups.owners_of(key):
+            ours = self._seat.slot_of(owner) is not None
+            try:
+                self._files.read(key, _as_bytes(buffer), owner, scratch, touch=ours)
+            except FileNotFoundError:
+                self._forget(key, "vanished", ours=ours)
+            except NotRegularError:
+                self._put_away(key, owner, None)
+                self._forget(key, "not_regular", ours=ours)
+            except CorruptFileError as error:
+                return self._corrupt(key, owner, error)
+            except (ChunkSizeError, OSError) as error:
+                self._tally.add("failed_reads")
+                cause = error if isinstance(error, ChunkSizeError) else _because(TierReadError, self._name, key, error)
+                return Outcome(key, Status.FAILED, Reason.TIER_ERROR, cause)
+            else:
+                return Outcome(key, Status.OK)
+        return Outcome(key, _MISSING)
+
+    def _write(self, chunk: Chunk, buffer: memoryview, scratch: Scratch) -> Outcome:
+        key = chunk.key
+        if len(buffer) < chunk.nbytes:
+            error = ChunkSizeError(f"{self._name}: a buffer of {len(buffer)} bytes for a chunk of {chunk.nbytes}")
+            return Outcome(key, Status.FAILED, Reason.TIER_ERROR, error)
+        charge = charge_nbytes(chunk.nbytes)
+        refusal = self._refusal(chunk, charge)
+        if refusal is not None:
+            return Outcome(key, Status.REFUSED, refusal)
+        try:
+            self._files.write(chunk, _as_bytes(buffer), self._seat.id, scratch)
+        except OSError as error:
+            self._books.abort_write(charge)
+            if error.errno in _NO_SPACE:
+                self._tally.add("no_space")
+                return Outcome(key, Status.REFUSED, Reason.NO_SPACE)
+            self._tally.add("failed_writes")
+            cause = _because(TierWriteError, self._name, key, error)
+            return Outcome(key, Status.FAILED, Reason.TIER_ERROR, cause)
+        held = self._books.get(key)
+        if held is not None and held.slot != 0:
+            self._put_away(key, self._seat.ids[held.slot], None)  # its earlier copy, from a dead owner
+        self._books.end_write(key, 0, charge)
+        self._lookups.found(key)
+        return Outcome(key, Status.OK)
+
+    def _refusal(self, chunk: Chunk, charge: int) -> Reason | None:
+        """Why this chunk is not taken; None once its bytes are charged."""
+        if chunk.nbytes > self._chunk_nbytes or not fits_a_header(chunk):
+            return Reason.TOO_LARGE
+        if not self._scanner.writable:
+            return Reason.SCANNING
+        if self._spare_nbytes() < charge:
+            self._tally.add("no_space")
+            return Reason.NO_SPACE
+        return None if self._charge(charge) else Reason.FULL
+
+    def _charge(self, nbytes: int) -> bool:
+        """Charge a file before it is made; files that nobody alive can read make room for it."""
+        while not self._books.start_write(nbytes):
+            with self._room_lock:
+                if not self._books.leavers:
+                    return False
+                leaver = self._books.leavers.popleft()
+                remove_leaver(self._root_fd, leaver)
+                self._books.drop_leaver(leaver)
+                self._tally.add("leavers_removed")
+        return True
+
+    def _delete(self, key: ChunkKey) -> None:
+        for owner in self._lookups.owners_of(key):
+            slot = self._seat.slot_of(owner)
+            if slot is None:
+                continue  # another owner's: we forget it, that owner keeps it
+            known = self._books.get(key) is not None
+            if not known and not self._books.claim(key, slot):
+                continue
+            try:
+                removed = self._files.remove(key, owner)
+            except OSError as error:
+                self._tally.add("failed_deletes")
+                _log.warning("%s: cannot remove a chunk file: %s", self._name, error)
+                continue
+            if known:
+                self._books.drop(key)
+                self._tally.add("deleted" if removed else "vanished")
+
+    def _corrupt(self, key: ChunkKey, owner: str, error: CorruptFileError) -> Outcome:
+        count = self._tally.add("corrupt")
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, ... : a dying disk must not fill the log too
+            _log.warning("%s: corrupt chunk file (%s); %d so far", self._name, error, count)
+        if self._seat.slot_of(owner) is None:
+            self._lookups.shun(key, owner, error.inode)
+        elif self._put_away(key, owner, error.inode):
+            self._books.drop(key)
+        cause = CorruptChunkError(self._name, str(error), [key])
+        return Outcome(key, Status.CORRUPT, Reason.CORRUPT, cause)
+
+    def _put_away(self, key: ChunkKey, owner: str, inode: int | None) -> bool:
+        """Remove what lies at a path of ours; False if it was not that file or could not be removed."""
+        if self._seat.slot_of(owner) is None:
+            return False
+        try:
+            self._files.remove(key, owner, inode=inode)
+        except OSError as error:
+            _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, error)
+            return False
+        return True
+
+    def _forget(self, key: ChunkKey, why: str, *, ours: bool) -> None:
+        if ours and self._books.drop(key) is not None:
+            self._tally.add(why)
+
+
+def _as_bytes(buffer: memoryview) -> memoryview:
+    return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+
+
+def _because(
+    kind: type[TierReadError | TierWriteError], name: str, key: ChunkKey, error: Exception
+) -> TierReadError | TierWriteError:
+    wrapped = kind(name, str(error), [key])
+    wrapped.__cause__ = error
+    return wrapped
