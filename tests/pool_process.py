@@ -107,6 +107,11 @@ class _Commands:
         """The distinct bytes in a slot."""
         return sorted(set(self.pool.view(slot).tobytes()))
 
+    def shm_nbytes(self) -> int:
+        """Size of the /dev/shm that this process sees."""
+        found = os.statvfs("/dev/shm")
+        return found.f_blocks * found.f_frsize
+
     def creator_alive(self) -> bool:
         return bool(self.pool.creator_alive())
 
