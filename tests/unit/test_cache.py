@@ -41,6 +41,16 @@ async def test_what_was_stored_comes_back() -> None:
         assert targets == buffers(hit.chunks)
 
 
+async def test_no_leftovers_behind_a_short_chunk() -> None:
+    """What a slot held before does not stay behind a chunk that is shorter than the slot."""
+    async with cache_of(n_slots=1) as cache:
+        view = cache._opened().primary.slot_view(0)
+        view[:] = b"\xee" * STRIDE
+        tokens = prompt(1, n_chunks=1)
+        await cache.store(tokens, buffers(cache.chunks(tokens)))
+        assert bytes(view[NBYTES:]) == bytes(STRIDE - NBYTES)
+
+
 async def test_extra_separates_prefixes() -> None:
     """The same tokens under another adapter are another prefix."""
     async with cache_of() as cache:
