@@ -66,6 +66,8 @@ class ThreadTier(MemoryTier):
         super().__init__(name=name)
         self.lane = Lane("toy-tier", 2)
         self.gate: asyncio.Event | None = None
+        self.asked = asyncio.Event()
+        """Set by every read."""
         self.n_reads: dict[ChunkKey, int] = {}
         self.n_writes = 0
         self.n_failing = 0
@@ -75,6 +77,7 @@ class ThreadTier(MemoryTier):
         await super().open(ctx)
 
     async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> Sequence[Outcome]:
+        self.asked.set()
         for key, _ in items:
             self.n_reads[key] = self.n_reads.get(key, 0) + 1
         if self.gate is not None:

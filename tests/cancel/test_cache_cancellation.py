@@ -120,8 +120,7 @@ async def test_a_cancelled_read_keeps_its_slot_until_the_thread_has_ended() -> N
         cache._opened().hierarchy.reset([0])
         tier.gate = asyncio.Event()
         load = asyncio.create_task(_lease(cache, 1, 4))
-        while not tier.n_reads:
-            await asyncio.sleep(0)
+        await tier.asked.wait()
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load

@@ -116,11 +116,11 @@ async def test_fifty_askers_share_one_read() -> None:
             cache._opened().hierarchy.reset([0])
             tier.n_reads.clear()
             tier.n_failing = n_failing
+            tier.asked.clear()
             tier.gate = asyncio.Event()
             hit = await cache.lookup(tokens)
             loads = [asyncio.create_task(cache.load(hit, [bytearray(NBYTES) for _ in range(6)])) for _ in range(50)]
-            while not tier.n_reads:
-                await asyncio.sleep(0)
+            await tier.asked.wait()
             tier.gate.set()
             assert await asyncio.gather(*loads) == [expected] * 50
             assert set(tier.n_reads.values()) == {1}
@@ -188,8 +188,7 @@ async def test_a_hung_tier_is_a_miss_and_then_no_tier() -> None:
         tier.gate.set()
         assert await cache.wait_idle(5)
         assert cache.statistics()["primary"].n_quarantined == 0
-        while cache.statistics()["lower"].broken:
-            await asyncio.sleep(0.02)
+        assert await cache._opened().until(lambda: not cache.statistics()["lower"].broken, 5)
         assert await cache.load(await cache.lookup(tokens), [bytearray(NBYTES) for _ in range(4)]) == 8
 
 
@@ -213,7 +212,7 @@ async def test_reset_forgets_what_it_says() -> None:
 
 
 async def test_every_refusal_has_a_reason() -> None:
-    """offered = stored + present + refused, and the outcome says which.
+    """Offered = stored + present + refused, and the outcome says which.
 
     https://github.com/ai-dynamo/dynamo/pull/10930
     """
