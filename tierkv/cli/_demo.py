@@ -35,8 +35,8 @@ KILL_AFTER = 0.6
 
 # Option: what it takes, its default, its default with --quick, what it is.
 _OPTIONS = {
-    "sessions": ("N", "16", "10", "chat sessions"),
-    "turns": ("N", "12", "5", "questions in each session"),
+    "sessions": ("N", "20", "10", "chat sessions"),
+    "turns": ("N", "14", "5", "questions in each session"),
     "seed": ("N", "1", "1", "of the generated workload"),
     "memory": ("SIZE", "160MiB", "5MiB", "host memory"),
     "disk": ("SIZE", "1GiB", "64MiB", "limit of what lies on disk"),
@@ -243,6 +243,10 @@ class ViewProtocol(Protocol):
     def restarted(self, tally: Tally) -> None: ...
 
 
+class WorkerError(TierKVError):
+    """The worker did not do what it was started for."""
+
+
 @dataclass
 class WorkerProcess:
     """A running worker."""
@@ -251,7 +255,7 @@ class WorkerProcess:
     errors: IO[bytes]
 
     def messages(self) -> Iterator[Message]:
-        """Until the worker's output ends, however it ends. Raises TierKVError if it falls silent."""
+        """Until the worker's output ends, however it ends. Raises WorkerError if it falls silent."""
         assert self.process.stdout is not None
         descriptor = self.process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
@@ -259,7 +263,7 @@ class WorkerProcess:
             rest = b""
             while True:
                 if not selector.select(PATIENCE_S):
-                    raise TierKVError(f"the worker said nothing for {PATIENCE_S:.0f} s")
+                    raise WorkerError(f"the worker said nothing for {PATIENCE_S:.0f} s")
                 data = os.read(descriptor, 1 << 16)
                 if not data:
                     return  # a last line that SIGKILL cut is nobody's message
@@ -268,15 +272,15 @@ class WorkerProcess:
 
     def check(self, message: Message) -> None:
         if isinstance(message, Failed):
-            raise (ConfigError if message.usage else TierKVError)(message.message)
+            raise (ConfigError if message.usage else WorkerError)(message.message)
 
     def ended(self, *, killed: bool) -> None:
-        """Raise TierKVError unless it ended as it should have."""
+        """Raise WorkerError unless it ended as it should have."""
         code = self.process.wait(timeout=PATIENCE_S)
         if code != (-signal.SIGKILL if killed else 0):
             self.errors.seek(0)
-            lines = self.errors.read().decode(errors="replace").strip().splitlines()
-            raise TierKVError(f"the worker ended with {code}: {lines[-1] if lines else 'it said nothing'}")
+            sys.stderr.write(self.errors.read().decode(errors="replace"))  # a bug: its traceback is what helps
+            raise WorkerError(f"the worker ended with exit code {code}")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,7 +15,7 @@ from rich.table import Table
 from tierkv.cli._demo_plan import Plan, Tally, Turn
 from tierkv.sizes import format_size
 
-_COLUMNS = ("tier", "limit", "holds", "chunks", "hits", "read", "written", "evicted", "corrupt")
+_COLUMNS = ("tier", "limit", "holds", "chunks", "hits", "read", "written", "evicted")
 
 
 class View:
@@ -22,7 +23,7 @@ class View:
 
     def __init__(self, plan: Plan) -> None:
         work = plan.workload
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, soft_wrap=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -39,7 +40,7 @@ class View:
             f"chunks of {plan.tokens_per_chunk} tokens, {format_size(plan.chunk_nbytes)} each"
         )
         sizes = f"host memory {format_size(plan.memory_nbytes)}, disk {format_size(plan.disk_nbytes)}"
-        self._console.print(f"{sizes} in {plan.root_dir}", soft_wrap=True)
+        self._console.print(f"{sizes} in {plan.root_dir}")
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -79,7 +80,7 @@ class View:
         )
 
     def verdict(self, text: str, *, right: bool) -> None:
-        self._console.print(text, style="bold green" if right else "bold red", soft_wrap=True)
+        self._console.print(text, style="bold green" if right else "bold red")
 
     def _render(self) -> Group:
         tally = self._tally
@@ -90,21 +91,19 @@ class View:
         return Group(self._table(), words, self._progress)
 
     def _table(self) -> Table:
-        table = Table(*_COLUMNS)
+        table = Table(*_COLUMNS, box=SIMPLE_HEAD)
         for column in table.columns[1:]:
             column.justify = "right"
-        for level in self._levels:
+        for index, level in enumerate(self._levels):
             holds_nbytes = level["ready_nbytes"] + level["pending_nbytes"]
-            corrupt = level["dropped"].get("corrupt", 0)
             table.add_row(
                 level["name"],
                 format_size(level["capacity_nbytes"]),
                 format_size(holds_nbytes),
                 f"{level['n_chunks']:,}",
                 f"{level['n_hits']:,}",
-                format_size(level["read_nbytes"]),
-                format_size(level["written_nbytes"]),
+                format_size(level["read_nbytes"]) if index else "",  # used in place
+                format_size(level["written_nbytes"]) if index else "",
                 f"{level['n_evicted']:,}",
-                f"{corrupt:,}",
             )
         return table

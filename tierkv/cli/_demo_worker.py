@@ -68,7 +68,7 @@ class Worker:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.memory = CPUTier(name="host memory")
+        self.memory = CPUTier(name="memory")
         chunker = PrefixChunker(
             namespace=Namespace(model="tierkv-demo"),
             tokens_per_block=plan.tokens_per_block,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from tierkv.cli._demo import DESCRIPTION, add_arguments, run
-from tierkv.errors import TierKVError
+from tierkv.errors import ConfigError, TierKVError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except TierKVError as error:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
-        return USAGE
+        return USAGE if isinstance(error, ConfigError) else WRONG
     except ImportError as error:
         print(f"{arguments.prog}: {error.name} is not installed; the extras cli and fs bring it", file=sys.stderr)
         return USAGE

@@ -1,0 +1,209 @@
+"""``tierkv demo``, as a user runs it, and the verdict that it must not give lightly."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tierkv.cli._demo import Demo
+from tierkv.cli._demo_plan import Plan, Stored, Turn, from_line, to_line
+from tierkv.cli._workload import Workload, content
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(120)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+
+
+def _demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "tierkv.cli", "demo", *arguments]
+    return subprocess.run(command, env=_environment(folder), capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_the_demo_ends_right_and_leaves_nothing(tmp_path: Path) -> None:
+    """Killed in the middle, it goes on from disk, compares every byte, and removes its directory."""
+    run = _demo(tmp_path, "--quick")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].startswith("RIGHT: "), run.stdout
+    assert "was killed with SIGKILL" in run.stdout
+    assert " 0 chunks from disk" not in run.stdout
+    assert not run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_demo_sees_a_flipped_bit(tmp_path: Path) -> None:
+    """One bit flipped in host memory behind the cache's back: the verdict says so and the exit code is 1."""
+    run = _demo(tmp_path, "--quick", "--damage")
+    assert run.returncode == 1, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1].startswith("WRONG: 1 of "), run.stdout
+
+
+def test_a_directory_of_ones_own_is_kept_and_used_again(tmp_path: Path) -> None:
+    """With --root a second run starts with what the first one left, and ends right as well."""
+    root = tmp_path / "kept"
+    for _ in range(2):
+        run = _demo(tmp_path, "--quick", "--root", str(root))
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert any(root.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--turns", "0"], "--turns is 0, but must be a whole number from 2 to 1000; nearest valid value: 2"),
+        (["--sessions", "many"], "--sessions is 'many', but must be a whole number from 1 to 1000"),
+        (["--memory", "1KiB"], "--memory is '1 KiB', but must be room for 5 whole conversations"),
+        (["--memory", "8 parsecs"], "--memory is '8 parsecs', but must be"),
+        (["--disk", "8EiB"], "but must be"),
+        (["--chunk", "-1"], "--chunk"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--root", "/dev/null/x"], "--root is '/dev/null/x', but must be a directory that can be made"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    """Exit code 2, one line on the error output, nothing on the other and nothing created."""
+    run = _demo(tmp_path, "--quick", *arguments)
+    assert run.returncode == 2
+    assert sentence in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert not run.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A demo whose first worker serves, and that worker's process id."""
+    command = [sys.executable, "-m", "tierkv.cli", "demo", "--quick", "--turns", "60", "--memory", "64MiB"]
+    with subprocess.Popen(
+        command, env=_environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        try:
+            assert demo.stdout is not None
+            for line in demo.stdout:
+                if "serving" in line:
+                    break
+            children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
+            deadline = time.monotonic() + 30
+            while not (pids := children.read_text().split()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield demo, int(pids[0])
+        finally:
+            demo.kill()
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process that is not our child ends within 30 seconds."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 30)[0])
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_cleans_up(tmp_path: Path, sent: signal.Signals) -> None:
+    """Interrupted by either signal it says so, without a traceback, and takes its worker and directory along."""
+    with _running(tmp_path) as (demo, worker):
+        demo.send_signal(sent)
+        _, errors = demo.communicate(timeout=30)
+        assert demo.returncode == 130
+        assert errors == "tierkv demo: interrupted\n"
+        assert _ends(worker)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_does_not_outlive_its_demo(tmp_path: Path) -> None:
+    """When the demo itself is killed with SIGKILL, the worker notices and ends."""
+    with _running(tmp_path) as (demo, worker):
+        demo.kill()
+        assert _ends(worker)
+
+
+# -- the parts ----------------------------------------------------------------------------------------------------
+
+WORKLOAD = Workload(n_sessions=3, n_turns=4, n_system_tokens=64, n_user_tokens=20, n_reply_tokens=10, seed=5)
+
+
+def _turn(**changed: object) -> Turn:
+    fields: dict[str, object] = {
+        "turn": 0, "session": 0, "n_tokens": 100, "n_served": 50, "n_chunks": 2, "nbytes": 10, "by_level": [1, 1],
+        "n_wrong": 0, "keys": ["aa", "bb", "cc"],
+    }  # fmt: skip
+    return Turn(**fields | changed)  # type: ignore[arg-type]
+
+
+def _demo_after(turn: Turn, on_disk: set[str]) -> Demo:
+    demo = Demo(Plan(WORKLOAD, "", 0, 0, 0), on_disk=on_disk)
+    demo.all.add(turn)
+    demo._after_restart(turn)
+    return demo
+
+
+@pytest.mark.parametrize(
+    ("turn", "on_disk", "word"),
+    [
+        (_turn(), {"aa", "bb"}, "RIGHT"),
+        (_turn(), {"aa", "bb", "cc"}, "LOST"),
+        (_turn(), {"bb", "cc"}, "RIGHT"),
+        (_turn(n_wrong=1), {"aa", "bb", "cc"}, "WRONG"),
+        (_turn(by_level=[2, 0]), {"aa"}, "NOTHING"),
+    ],
+)
+def test_the_verdict(turn: Turn, on_disk: set[str], word: str) -> None:
+    """Wrong bytes weigh most; a leading chunk that was acknowledged and is not served is a loss; disk must serve."""
+    verdict = _demo_after(turn, on_disk).verdict()
+    assert verdict.text.startswith(f"{word}:")
+    assert verdict.right is (word == "RIGHT")
+
+
+def test_histories_grow_and_share_the_system_prompt() -> None:
+    """Each turn's prompt extends the last one's answer; sessions share the system prompt and nothing else."""
+    for session in range(3):
+        for turn in range(1, 4):
+            before = WORKLOAD.answered(turn - 1, session)
+            assert WORKLOAD.prompt(turn, session)[: len(before)] == before
+            assert WORKLOAD.answered(turn, session)[:-10] == WORKLOAD.prompt(turn, session)
+    first, second = WORKLOAD.prompt(0, 0), WORKLOAD.prompt(0, 1)
+    assert first[:64] == second[:64]
+    assert first[64:] != second[64:]
+    assert sorted(WORKLOAD.order()) == [(turn, session) for turn in range(4) for session in range(3)]
+
+
+def test_a_workload_is_the_same_in_every_process() -> None:
+    """Two processes with different hash seeds generate the same tokens and the same bytes."""
+    code = (
+        "import zlib; from tierkv.cli._workload import Workload, content\n"
+        "w = Workload(3, 4, 64, 20, 10, 5)\n"
+        "print(zlib.crc32(repr([list(w.order()), w.answered(3, 2), content(b'k', 99)]).encode()))"
+    )
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(results) == 1
+    assert content(b"k", 99) != content(b"l", 99)
+
+
+def test_messages_survive_the_pipe() -> None:
+    """What the worker writes is what the demo reads."""
+    for message in (_turn(), Stored("aa", removed=True)):
+        assert from_line(to_line(message)) == message
