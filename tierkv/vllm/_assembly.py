@@ -1,0 +1,195 @@
+"""Puts the scheduler's half together from checked settings: levels, orders, tiers, and who opens what when."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import OrderedDict
+from typing import Any
+
+from vllm.v1.kv_offload.base import Locality, Medium
+
+from tierkv._level import LevelPlan, Writes
+from tierkv._mover import MoverLimits
+from tierkv.errors import bad_setting
+from tierkv.policies import FIFO, LRU
+from tierkv.protocols import Charging, EvictionPolicy, Tier
+from tierkv.types import Chunk, ChunkKey
+from tierkv.vllm import _compat
+from tierkv.vllm._below import Below, LowerLevel
+from tierkv.vllm._books import EpochHierarchy
+from tierkv.vllm._loop import MoverLoop
+from tierkv.vllm._meeting import PageDoor, join_pool
+from tierkv.vllm._metrics import Metrics
+from tierkv.vllm._requests import Group
+from tierkv.vllm.manager import TierKVManager
+from tierkv.vllm.options import Options, TierOptions
+
+logger = logging.getLogger("vllm.tierkv.spec")
+
+_POLICIES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru": LRU}
+_QUEUE_NBYTES = 1 << 30
+
+
+# -- the scheduler's half -------------------------------------------------------------------------------------------
+
+
+def make_manager(spec: Any) -> TierKVManager:
+    """The manager of a spec, with everything below it."""
+    options, config = spec.options, spec.config
+    levels = [_lower_level(index, tier) for index, tier in enumerate(options.tiers)]
+    plans = [primary_plan(spec)]
+    for level, tier in zip(levels, options.tiers, strict=True):
+        writes = Writes.CASCADE if tier.writes == "cascade" else Writes.DEMOTE
+        queue_nbytes = tier.queue_nbytes or min(_QUEUE_NBYTES, options.cpu_nbytes // 2)
+        plans.append(level.plan(_POLICIES[tier.eviction_policy](), writes, queue_nbytes))
+    hierarchy = EpochHierarchy(plans, record_events=config.enable_kv_cache_events)
+    for index in range(1, len(plans)):
+        hierarchy.set_open(index, is_open=False)
+    logger.info(
+        "tierkv: %d chunks of %d bytes in host memory (%s pool), below it: %s",
+        spec.n_slots,
+        spec.geometry.chunk_nbytes,
+        "shared" if spec.shared else "private",
+        ", ".join(level.name for level in levels) or "nothing",
+    )
+    return TierKVManager(
+        hierarchy,
+        groups_of(spec),
+        PageDoor(spec),
+        below=Below(levels, _mover_loop(spec, len(plans))) if levels else None,
+        store_reserve=spec.store_reserve,
+        lookup_deadline_s=options.lookup_deadline_s,
+        metrics=Metrics(store_threshold=options.store_threshold),
+    )
+
+
+def _mover_loop(spec: Any, n_levels: int) -> MoverLoop:
+    return MoverLoop(
+        n_levels,
+        lambda: join_pool(spec),
+        chunk_nbytes=spec.geometry.chunk_nbytes,
+        stride_nbytes=spec.geometry.stride_nbytes,
+        limits=MoverLimits(deadline_s=spec.options.transfer_deadline_s),
+    )
+
+
+def primary_plan(spec: Any) -> LevelPlan:
+    """The primary as the hierarchy is told of it."""
+    options, stride_nbytes = spec.options, spec.geometry.stride_nbytes
+    return LevelPlan(
+        name="primary",
+        capacity_nbytes=spec.n_slots * stride_nbytes,
+        policy=make_policy(options),
+        admission=OfferCount(options.store_threshold, options.max_tracker_size)
+        if options.store_threshold > 1
+        else None,
+        n_slots=spec.n_slots,
+        slot_nbytes=stride_nbytes,
+    )
+
+
+def groups_of(spec: Any) -> list[Group]:
+    """The engine's groups. All have slots of the same size: each block id stands for the same bytes in every group."""
+    sliding = _compat.sliding_groups(spec.config)
+    return [
+        Group(
+            group.group_id,
+            group.tokens_per_block * spec.blocks_per_chunk,
+            group.group_id in sliding,
+            spec.geometry.chunk_nbytes,
+        )
+        for group in spec.config.groups
+    ]
+
+
+class OfferCount:
+    """Admits a chunk at its n-th offer (vLLM's ``store_threshold``), counted for the most recently offered keys.
+
+    Args:
+        threshold: offers that it takes, this one included.
+        n_tracked: keys that are counted (``max_tracker_size``).
+    """
+
+    def __init__(self, threshold: int, n_tracked: int) -> None:
+        self._threshold = threshold
+        self._n_tracked = n_tracked
+        self._counts: OrderedDict[ChunkKey, int] = OrderedDict()
+
+    def admits(self, chunk: Chunk) -> bool:
+        count = self._counts.pop(chunk.key, 0) + 1
+        self._counts[chunk.key] = count
+        if len(self._counts) > self._n_tracked:
+            self._counts.popitem(last=False)
+        return count >= self._threshold
+
+
+# -- levels below ---------------------------------------------------------------------------------------------------
+
+
+def make_policy(options: Options) -> EvictionPolicy:
+    """The primary's order.
+
+    Raises:
+        ConfigError: a module was named that does not have it.
+    """
+    if options.policy_module_path is None:
+        return _POLICIES[options.eviction_policy]()
+    where, name = options.policy_module_path, options.eviction_policy
+    try:
+        policy = getattr(importlib.import_module(where), name)()
+    except (ImportError, AttributeError, TypeError) as error:
+        allowed = f"the name of an eviction policy in {where} that takes no arguments ({error})"
+        raise bad_setting("eviction_policy", name, allowed, "lru") from error
+    missing = [method for method in ("on_insert", "on_access", "on_remove", "victims") if not hasattr(policy, method)]
+    if missing:
+        raise bad_setting("eviction_policy", name, f"a tierkv policy; this one has no {', '.join(missing)}", "lru")
+    return policy  # type: ignore[no-any-return]
+
+
+def make_tier(index: int, options: TierOptions) -> Tier:
+    """A tier of the kind that was asked for. Does no I/O.
+
+    Raises:
+        ConfigError: it does not take these settings, or what it needs is not installed.
+    """
+    if options.module_path is not None:
+        return _foreign_tier(index, options)
+    try:
+        from tierkv.tiers.fs import FSTier  # noqa: PLC0415 (needs the fs extra, and nobody else does)
+    except ImportError as error:
+        allowed = f"a tier whose packages are installed ({error}); install tierkv-cache[fs]"
+        raise bad_setting(f"secondary_tiers[{index}].type", options.type, allowed) from error
+    settings = {
+        "capacity": options.capacity_nbytes,
+        "min_free": options.min_free_nbytes,
+        "n_read_threads": options.n_read_threads,
+        "n_write_threads": options.n_write_threads,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    return FSTier(options.root_dir, name="fs", durability=options.durability, **given)  # type: ignore[arg-type]
+
+
+def _foreign_tier(index: int, options: TierOptions) -> Tier:
+    assert options.module_path is not None
+    try:
+        return getattr(importlib.import_module(options.module_path), options.type)(**options.extra)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, TypeError) as error:
+        allowed = f"a tier class of {options.module_path} that takes these settings ({error})"
+        raise bad_setting(f"secondary_tiers[{index}].type", options.type, allowed, "fs") from error
+
+
+def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:
+    """Bytes that a chunk occupies in a tier."""
+    return tier.charge_nbytes(chunk_nbytes) if isinstance(tier, Charging) else chunk_nbytes
+
+
+def _lower_level(index: int, options: TierOptions) -> LowerLevel:
+    return LowerLevel(
+        name=make_tier(index, options).name,
+        make_tier=lambda: make_tier(index, options),
+        capacity_nbytes=options.capacity_nbytes or 0,
+        medium=Medium.STORAGE,
+        locality=Locality(options.locality) if options.locality is not None else None,
+        emits_events=options.enable_kv_events,
+    )

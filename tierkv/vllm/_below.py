@@ -1,0 +1,228 @@
+"""The levels below the primary, as the scheduler sees them: who is open, what is sent down, what comes back up.
+
+The tiers and the Mover live on a thread of their own (:class:`~tierkv.vllm._loop.MoverLoop`). Here, on the scheduler's
+thread, is all that touches the hierarchy: ends and scan results wait in a queue until :meth:`Below.drain` takes them,
+in bounded slices.
+
+A level is CLOSED until all workers have said which model and layout they have, and agree; then it OPENs under a
+namespace made of that and of the epoch. A reset takes it through DRAINING, in which everything under way under the old
+namespace ends, to a new epoch that nothing finds again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from tierkv._level import LevelPlan, Writes
+from tierkv._mover import Completion
+from tierkv.protocols import Bounded, Charging, EvictionPolicy, ScanTier, Tier
+from tierkv.types import ChunkKey, Transfer, TransferKind
+from tierkv.vllm import _compat
+from tierkv.vllm._books import EpochHierarchy
+from tierkv.vllm._control import ControlPage
+from tierkv.vllm._identity import agreed_identity
+from tierkv.vllm._loop import Absorbed, Closed, MoverLoop, News, Opened, Traffic
+
+logger = logging.getLogger("vllm.tierkv.below")
+
+EPOCH_NBYTES = 16
+FIRST_EPOCH = bytes(EPOCH_NBYTES)
+"""Of every start: so a restart finds what an earlier run of the same model has stored."""
+
+_SLICE = 2_000
+"""Ends, and scan results, that enter the ledgers in one hook."""
+
+
+class LevelState(Enum):
+    CLOSED = "closed"
+    REFUSED = "refused"
+    OPENING = "opening"
+    OPEN = "open"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class LowerLevel:
+    """One level below the primary. The tier changes with the epoch; the level stays."""
+
+    name: str
+    make_tier: Callable[[], Tier]
+    capacity_nbytes: int
+    """0: the tier's own default."""
+    medium: Any
+    locality: Any = None
+    emits_events: bool = False
+    state: LevelState = LevelState.CLOSED
+    traffic: bool = True
+    """False while the breaker is open."""
+    tier: Tier | None = None
+    scan: ScanTier | None = None
+    """The tier, if it is one that scans and probes."""
+    bounded: Bounded | None = None
+
+    def attach(self, tier: Any) -> None:
+        """Take another tier, or None."""
+        self.tier = tier
+        self.scan = tier if isinstance(tier, ScanTier) else None
+        self.bounded = tier if isinstance(tier, Bounded) else None
+
+    def plan(self, policy: EvictionPolicy, writes: Writes, queue_nbytes: int) -> LevelPlan:
+        """What the hierarchy is told; it asks whatever tier is current."""
+        sample = self.make_tier()
+        return LevelPlan(
+            name=self.name,
+            capacity_nbytes=self.capacity_nbytes,
+            policy=policy,
+            writes=writes,
+            charge=sample.charge_nbytes if isinstance(sample, Charging) else None,
+            queue_nbytes=queue_nbytes,
+            settled=lambda key: self.scan is None or self.scan.settled(key),
+            writable=lambda: self.tier is not None and (self.scan is None or self.scan.writable),
+            share=lambda: self.capacity_nbytes if self.bounded is None else self.bounded.share_nbytes(),
+        )
+
+
+class Below:
+    """See the module. The scheduler's thread only.
+
+    Args:
+        levels: fastest first; level ``i`` here is level ``i + 1`` of the hierarchy.
+        loop: the Mover's thread.
+    """
+
+    def __init__(self, levels: Sequence[LowerLevel], loop: MoverLoop) -> None:
+        self.levels = tuple(levels)
+        self._loop = loop
+        self._epoch = FIRST_EPOCH
+        self._identity: bytes | None = None
+        self._settled = False
+        """Nothing left for :meth:`keep_open` to do: every level is open, refused or failed."""
+
+    @property
+    def opening(self) -> bool:
+        """Some level will be open in a moment: what is not found yet may be found then."""
+        return not self._settled and any(level.state is LevelState.OPENING for level in self.levels)
+
+    def allows(self, context: Any, index: int) -> bool:
+        """Whether the request lets us load from this level of the hierarchy."""
+        level = self.levels[index - 1]
+        return _compat.allows(context, level.medium, level.locality)
+
+    # -- opening ------------------------------------------------------------------------------------------------
+
+    def keep_open(self, hierarchy: EpochHierarchy, page: ControlPage | None) -> None:
+        """Open what can be opened, move on what drains, follow shares. Cheap; once a step."""
+        if not self._settled:
+            self._advance(hierarchy, page)
+        hierarchy.refresh()
+
+    def _advance(self, hierarchy: EpochHierarchy, page: ControlPage | None) -> None:
+        if self._identity is None and page is not None:
+            self._identify(page)
+        self._settled = True
+        for index, level in enumerate(self.levels, 1):
+            if level.state is LevelState.DRAINING and not hierarchy.busy(index):
+                hierarchy.abandon(index)
+                level.state = LevelState.CLOSED
+            if level.state is LevelState.CLOSED and self._identity is not None:
+                level.attach(None)
+                level.state = LevelState.OPENING
+                self._loop.open(index, level.make_tier(), level.capacity_nbytes, self._namespace())
+            if level.state in {LevelState.CLOSED, LevelState.OPENING, LevelState.DRAINING}:
+                self._settled = False
+
+    def _identify(self, page: ControlPage) -> None:
+        identities = page.identities()
+        if identities is None:
+            return
+        self._identity = agreed_identity(identities.models, identities.layouts)
+        if self._identity is not None:
+            return
+        for level in self.levels:
+            if level.state is LevelState.CLOSED:
+                level.state = LevelState.REFUSED
+        logger.error("The workers serve different models: the tiers below host memory stay closed")
+
+    def _namespace(self) -> bytes:
+        assert self._identity is not None
+        return b"tierkv vllm 1\0" + self._identity + self._epoch
+
+    def new_epoch(self, hierarchy: EpochHierarchy) -> None:
+        """After a reset: what was stored below belongs to other weights. Nothing is deleted, nothing is found again."""
+        self._epoch = os.urandom(EPOCH_NBYTES)
+        self._settled = False
+        for index, level in enumerate(self.levels, 1):
+            hierarchy.set_open(index, is_open=False)
+            if level.state in {LevelState.OPEN, LevelState.OPENING}:
+                level.state = LevelState.DRAINING
+
+    # -- down and up ----------------------------------------------------------------------------------------------
+
+    def send(self, transfers: Sequence[Transfer], probes: Sequence[ChunkKey] = ()) -> None:
+        """Hand transfers to the Mover, and keys that no ledger knows to the tiers that may know them."""
+        if transfers:
+            self._loop.submit(transfers)
+        for index, level in enumerate(self.levels, 1):
+            if probes and level.state is LevelState.OPEN and level.scan is not None:
+                settled = level.scan.settled
+                unsure = [key for key in probes if not settled(key)]
+                if unsure:
+                    self._loop.probe(index, unsure)
+
+    def drain(self, hierarchy: EpochHierarchy) -> None:
+        """Let ends and scan results take effect, at most a slice of each."""
+        for _ in range(_SLICE):
+            news = self._loop.next_news()
+            if news is None:
+                break
+            self._take(hierarchy, news)
+        n_found = 0
+        while n_found < _SLICE:
+            found = self._loop.next_found()
+            if found is None:
+                break
+            n_found += len(found.found)
+            if self.levels[found.level - 1].tier is found.tier:
+                hierarchy.absorb(found.level, found.found)
+
+    def _take(self, hierarchy: EpochHierarchy, news: News) -> None:
+        if isinstance(news, Completion):
+            hierarchy.finish(news.transfer_id, news.outcome, ended=news.ended)
+            return
+        level = self.levels[news.level - 1]
+        if isinstance(news, Traffic):
+            level.traffic = news.flows
+            logger.warning(
+                "Tier %s %s", level.name, "is tried again" if news.flows else "is broken and left alone for now"
+            )
+        elif isinstance(news, Opened) and level.state is LevelState.OPENING:
+            level.attach(news.tier)
+            level.state = LevelState.OPEN
+            hierarchy.refresh()
+        elif isinstance(news, Closed) and level.state is LevelState.OPENING:
+            level.state = LevelState.FAILED
+            logger.error("Tier %s could not be opened and stays closed: %s", level.name, news.error)
+        elif isinstance(news, Absorbed) and level.tier is news.tier:
+            hierarchy.absorb(news.level, news.found)
+        hierarchy.set_open(news.level, is_open=level.state is LevelState.OPEN and level.traffic)
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def close(self, hierarchy: EpochHierarchy) -> None:
+        """Let copies end for a moment, save each level's order, close the tiers, end the thread."""
+        orders = {
+            index: hierarchy.levels[index].ledger.coldest_first()
+            for index, level in enumerate(self.levels, 1)
+            if level.state is LevelState.OPEN
+        }
+        self._loop.close(orders)
+
+
+def is_read(transfer: Transfer) -> bool:
+    return transfer.kind is TransferKind.PROMOTE

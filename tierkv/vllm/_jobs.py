@@ -1,0 +1,176 @@
+"""Copies between device and primary that vLLM was told to run: their tickets, and the slots that they keep.
+
+vLLM tells of a job's end by its keys; the workers tell of it on the control page, by ticket. A store counts by its
+stamps alone. What nobody waits for any more, because a reset came between, keeps its slots here until the stamps show
+that every copy on them has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from tierkv._hierarchy import Hierarchy
+from tierkv._ledger import Entry
+from tierkv.types import ChunkKey, Reason
+from tierkv.vllm._control import ControlPage, CopyStatus, Direction
+from tierkv.vllm._requests import Request
+from tierkv.vllm._spec_types import SlotSpec
+
+
+class StoreJob(NamedTuple):
+    """Entries in the order in which they were given room."""
+
+    ticket: int
+    entries: list[Entry]
+    request: Request
+
+
+class Abandoned(NamedTuple):
+    """A copy that runs on although nobody waits for it."""
+
+    direction: Direction
+    ticket: int
+    entry: Entry
+
+
+class Jobs:
+    """All open jobs. One thread's, like the hierarchy."""
+
+    def __init__(self, hierarchy: Hierarchy) -> None:
+        self._hierarchy = hierarchy
+        # One counter for all slots: a number that rises over all of them rises on each of them.
+        self._tickets = itertools.count(1)
+        self._stores: dict[ChunkKey, StoreJob] = {}
+        self._loads: dict[ChunkKey, list[tuple[int, Entry]]] = {}
+        self._abandoned: list[Abandoned] = []
+        self.n_loading = 0
+        self.n_storing = 0
+
+    @property
+    def n_abandoned(self) -> int:
+        return len(self._abandoned)
+
+    # -- begin --------------------------------------------------------------------------------------------------
+
+    def open_store(self, entries: list[Entry], request: Request, generation: int) -> SlotSpec:
+        """Draw a ticket for a store into reserved slots; ``entries`` in the order of the keys that vLLM will copy."""
+        job = StoreJob(next(self._tickets), entries, request)
+        stores = self._stores
+        for entry in entries:
+            stores[entry.chunk.key] = job
+        self.n_storing += len(entries)
+        return _spec(job.ticket, entries, generation)
+
+    def open_load(self, entries: list[Entry], generation: int) -> SlotSpec:
+        """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
+        ticket = next(self._tickets)
+        loads, hold = self._loads, self._hierarchy.hold
+        for entry in entries:
+            hold(entry)
+            key = entry.chunk.key
+            if key in loads:
+                loads[key].append((ticket, entry))
+            else:
+                loads[key] = [(ticket, entry)]
+        self.n_loading += len(entries)
+        return _spec(ticket, entries, generation)
+
+    # -- end ----------------------------------------------------------------------------------------------------
+
+    def close_store(self, keys: Collection[ChunkKey], page: ControlPage | None) -> list[tuple[StoreJob, list[Entry]]]:
+        """These stores have ended, says vLLM: commit those whose stamps all say so, drop the others.
+
+        Returns:
+            The dropped entries, by job, oldest first. Keys without an open job are ignored: they are late.
+        """
+        jobs: dict[int, StoreJob] = {}
+        closed: list[ChunkKey] = []
+        for key in keys:  # a set: the order is taken from our own record
+            job = self._stores.pop(key, None)
+            if job is not None:
+                jobs[job.ticket] = job
+                closed.append(key)
+        self.n_storing -= len(closed)
+        dropped: list[tuple[StoreJob, list[Entry]]] = []
+        for ticket in sorted(jobs):
+            job = jobs[ticket]
+            entries = job.entries
+            if len(entries) != len(closed) or len(jobs) > 1:
+                now = frozenset(closed)
+                entries = [entry for entry in entries if entry.chunk.key in now]
+            bad = self._commit(ticket, entries, page)
+            if bad:
+                dropped.append((job, bad))
+        return dropped
+
+    def close_load(self, keys: Collection[ChunkKey]) -> None:
+        """A load has ended on every rank, says vLLM. Keys without an open load are ignored: they are late."""
+        loads, release = self._loads, self._hierarchy.release
+        for key in keys:
+            open_loads = loads.get(key)
+            if open_loads is None:
+                continue
+            _, entry = open_loads.pop(0)
+            if not open_loads:
+                del loads[key]
+            self.n_loading -= 1
+            release(entry)
+
+    def abandon(self) -> None:
+        """A reset: forget every open job, but let no slot go before its copy has ended."""
+        for job in {job.ticket: job for job in self._stores.values()}.values():
+            open_entries = [entry for entry in job.entries if self._stores.get(entry.chunk.key) is job]
+            self._abandon_stores(job.ticket, open_entries, Reason.RESET)
+        for open_loads in self._loads.values():
+            self._abandoned += [Abandoned(Direction.LOAD, ticket, entry) for ticket, entry in open_loads]
+        self._stores.clear()
+        self._loads.clear()
+        self.n_storing = self.n_loading = 0
+
+    def sweep(self, page: ControlPage | None) -> None:
+        """Let go of abandoned slots whose stamps have come."""
+        if not self._abandoned or page is None:
+            return
+        waiting = []
+        for copy in self._abandoned:
+            if not page.ended(copy.entry.slot, copy.direction, copy.ticket):
+                waiting.append(copy)
+            elif copy.direction is Direction.STORE:
+                self._hierarchy.abort_store((copy.entry,), Reason.RESET)
+            else:
+                self._hierarchy.release(copy.entry)
+        self._abandoned = waiting
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _commit(self, ticket: int, entries: list[Entry], page: ControlPage | None) -> list[Entry]:
+        """Commit the entries whose copies went well on every rank; the others, dropped, are returned."""
+        if page is None:
+            self._abandon_stores(ticket, entries, Reason.DEVICE_ERROR)
+            return entries
+        statuses = page.statuses(Direction.STORE, [entry.slot for entry in entries], [ticket] * len(entries))
+        if statuses.count(CopyStatus.OK) == len(entries):
+            self._hierarchy.commit_store(entries)
+            return []
+        bad: list[Entry] = []
+        for entry, status in zip(entries, statuses, strict=True):
+            if status is CopyStatus.OK:
+                self._hierarchy.commit_store((entry,))
+                continue
+            bad.append(entry)
+            if status is CopyStatus.FAILED:
+                self._hierarchy.abort_store((entry,), Reason.DEVICE_ERROR)
+            else:
+                self._abandon_stores(ticket, (entry,), Reason.DEVICE_ERROR)
+        return bad
+
+    def _abandon_stores(self, ticket: int, entries: Sequence[Entry], reason: Reason) -> None:
+        self._hierarchy.abort_store(entries, reason, ended=False)
+        self._abandoned += [Abandoned(Direction.STORE, ticket, entry) for entry in entries]
+
+
+def _spec(ticket: int, entries: Iterable[Entry], generation: int) -> SlotSpec:
+    slots = [entry.slot for entry in entries]
+    return SlotSpec(slots, (ticket,) * len(slots), generation, [entry.chunk.group for entry in entries])

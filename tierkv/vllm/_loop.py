@@ -1,0 +1,256 @@
+"""A thread with an event loop for the tiers and the Mover, and two queues back to the scheduler's thread.
+
+The scheduler never waits for it: what it sends is appended to the loop, what comes back is appended to a deque, both
+without a lock of ours. Scan results have a queue of their own with a limit, so that a large root neither fills memory
+nor delays the ends of transfers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tierkv._mover import Completion, Mover, MoverLimits
+from tierkv.protocols import ScanTier, Tier, TierContext
+from tierkv.types import Chunk, ChunkKey, Found, Transfer
+
+logger = logging.getLogger("vllm.tierkv.loop")
+
+_MAX_FOUND = 20_000
+"""Scan results that may wait for the scheduler; the scan waits behind them."""
+_CLOSE_S = 10.0
+
+
+class Slots(Protocol):
+    """The pool as the Mover needs it."""
+
+    def view(self, slot: int) -> memoryview: ...
+
+    def close(self) -> None: ...
+
+
+class Opened(NamedTuple):
+    level: int
+    tier: Tier
+
+
+class Closed(NamedTuple):
+    """A tier that could not be opened."""
+
+    level: int
+    error: str
+
+
+class Traffic(NamedTuple):
+    """A level's breaker changed."""
+
+    level: int
+    flows: bool
+
+
+class Absorbed(NamedTuple):
+    """Chunks that a tier has found, by scan or probe."""
+
+    level: int
+    tier: Tier
+    found: Sequence[Found]
+
+
+News = Completion | Opened | Closed | Traffic | Absorbed
+
+
+class MoverLoop:
+    """See the module. Public methods are the scheduler thread's; nothing starts before the first tier is opened.
+
+    Args:
+        n_levels: levels of the hierarchy, the primary included.
+        join_pool: maps the slots; called once, on the loop's thread, where it may block.
+        chunk_nbytes: largest payload of a chunk.
+        stride_nbytes: distance of slots.
+        limits: see :class:`~tierkv._mover.MoverLimits`.
+    """
+
+    def __init__(
+        self,
+        n_levels: int,
+        join_pool: Callable[[], Slots],
+        *,
+        chunk_nbytes: int,
+        stride_nbytes: int,
+        limits: MoverLimits,
+    ) -> None:
+        self._join_pool = join_pool
+        self._chunk_nbytes = chunk_nbytes
+        self._stride_nbytes = stride_nbytes
+        self._limits = limits
+        self._tiers: list[Any] = [None] * n_levels
+        self._pool: Slots | None = None
+        self._mover: Mover | None = None
+        self._scans: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._news: deque[News] = deque()
+        self._found: deque[Absorbed] = deque()
+        self._n_found = 0
+        self._room = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- the scheduler's side -----------------------------------------------------------------------------------
+
+    def open(self, index: int, tier: Tier, capacity_nbytes: int, namespace: bytes) -> None:
+        """Open a tier in the place of whatever is there, which is closed first. :class:`Opened` or :class:`Closed`."""
+        self._start()
+        ctx = TierContext(self._chunk_nbytes, self._stride_nbytes, namespace, capacity_nbytes)
+        self._run(self._open(index, tier, ctx))
+
+    def submit(self, transfers: Sequence[Transfer]) -> None:
+        """Each comes back as one or two :class:`~tierkv._mover.Completion`."""
+        assert self._loop is not None, "nothing is sent to a level that was never opened"
+        self._loop.call_soon_threadsafe(self._submit, transfers)
+
+    def probe(self, index: int, keys: Sequence[ChunkKey]) -> None:
+        """What is found comes back as :class:`Absorbed`; what is not is settled from then on."""
+        self._run(self._probe(index, keys))
+
+    def next_news(self) -> News | None:
+        return self._news.popleft() if self._news else None
+
+    def next_found(self) -> Absorbed | None:
+        """Scan results, after everything else."""
+        if not self._found:
+            return None
+        found = self._found.popleft()
+        self._n_found -= len(found.found)
+        if self._n_found <= _MAX_FOUND and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._room.set)
+        return found
+
+    def close(self, orders: Mapping[int, Sequence[Chunk]]) -> None:
+        """Blocks for at most ``_CLOSE_S``; a hung tier keeps its daemon thread and nothing else."""
+        if self._loop is None or self._thread is None:
+            return
+        self._run(self._close(orders))
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("A tier did not close within %g s and is left behind", _CLOSE_S)
+        self._loop = None
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._main, args=(self._loop,), name="tierkv-mover", daemon=True)
+            self._thread.start()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._spawn, work)
+
+    # -- the loop's side ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _main(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _submit(self, transfers: Sequence[Transfer]) -> None:
+        assert self._mover is not None, "a level opens before anything is sent to it"
+        self._mover.submit(transfers)
+
+    async def _open(self, index: int, tier: Tier, ctx: TierContext) -> None:
+        try:
+            self._join()
+            await self._replace(index)
+            await tier.open(ctx)
+        except Exception as error:  # a third party's tier may raise anything; it must not stop the engine
+            logger.debug("tier %s", tier.name, exc_info=True)
+            self._news.append(Closed(index, str(error) or type(error).__name__))
+            return
+        self._tiers[index] = tier
+        self._news.append(Opened(index, tier))
+        if isinstance(tier, ScanTier):
+            self._scans[index] = self._spawn(self._scan(index, tier))
+
+    def _join(self) -> None:
+        """Map the pool, once. Blocking is fine: this loop has nothing else to do before."""
+        if self._pool is None:
+            self._pool = self._join_pool()
+            self._mover = Mover(
+                self._tiers,
+                self._pool.view,
+                self._news.append,
+                on_breaker=self._on_breaker,
+                stride_nbytes=self._stride_nbytes,
+                limits=self._limits,
+            )
+
+    def _on_breaker(self, level: int, *, is_open: bool) -> None:
+        self._news.append(Traffic(level, is_open))
+
+    async def _replace(self, index: int) -> None:
+        """Stop the scan of the tier of an earlier epoch and close it."""
+        scan, tier = self._scans.pop(index, None), self._tiers[index]
+        self._tiers[index] = None
+        if scan is not None:
+            scan.cancel()
+            await asyncio.wait({scan})
+        if tier is not None:
+            await tier.aclose()
+
+    async def _scan(self, index: int, tier: ScanTier) -> None:
+        try:
+            async for found in tier.scan():
+                self._found.append(Absorbed(index, tier, found))  # type: ignore[arg-type]
+                self._n_found += len(found)
+                while self._n_found > _MAX_FOUND:
+                    self._room.clear()
+                    await self._room.wait()
+        except Exception:
+            logger.exception("The scan of tier %d ended early; what it did not reach is found by probes", index)
+
+    async def _probe(self, index: int, keys: Sequence[ChunkKey]) -> None:
+        tier = self._tiers[index]
+        if tier is None:
+            return
+        try:
+            answers = await tier.probe(keys)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.debug("probe of tier %d: %r", index, error)
+            return
+        self._news.append(Absorbed(index, tier, [found for found in answers if found is not None]))
+
+    async def _close(self, orders: Mapping[int, Sequence[Chunk]]) -> None:
+        try:
+            if self._mover is not None:
+                await self._mover.aclose(timeout_s=_CLOSE_S / 3)
+            for index, tier in enumerate(self._tiers):
+                if tier is not None:
+                    await self._close_tier(index, tier, orders.get(index, ()))
+        finally:
+            for task in self._tasks - {asyncio.current_task()}:  # type: ignore[operator]
+                task.cancel()
+            if self._pool is not None:
+                self._pool.close()
+            asyncio.get_running_loop().stop()
+
+    async def _close_tier(self, index: int, tier: Tier, order: Sequence[Chunk]) -> None:
+        with contextlib.suppress(Exception):
+            if index in self._scans:
+                self._scans[index].cancel()
+            async with asyncio.timeout(_CLOSE_S / 3):
+                if isinstance(tier, ScanTier) and order:
+                    await tier.save_order(order)
+                await tier.aclose()

@@ -1,0 +1,188 @@
+"""What the scheduler's side remembers of one request: where its offers ended, what it waits for, what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from tierkv._ledger import GONE, PENDING, Entry
+from tierkv.types import Chunk, ChunkKey
+
+_SUFFIX = slice(-4, None)
+_make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
+
+
+class Group(NamedTuple):
+    """One KV-cache group as its chunks need it."""
+
+    group_id: int
+    """As in the last four bytes of its keys."""
+    tokens_per_chunk: int
+    sliding: bool
+    """No prefix group: its chunks have no parents, and a missing one hides only the windows that it lies in."""
+    nbytes: int
+
+
+class Hole(NamedTuple):
+    """The first chunk of a request's prefix that was not taken: nothing behind it can be reached without it."""
+
+    end_token: int
+    key: ChunkKey
+
+
+class Request:
+    """Belongs to one ``ReqContext``; lives as long. See the state tables in ``docs/explanation/vllm-states.md``."""
+
+    __slots__ = (
+        "accessed_to",
+        "deadline",
+        "epoch",
+        "hole",
+        "lease",
+        "probe_deadline",
+        "promoted",
+        "req_id",
+        "tails",
+    )
+
+    def __init__(self, context: Any) -> None:
+        self.req_id: str = context.req_id
+        self.deadline: float | None = None
+        """When it becomes late; None until its first deferral."""
+        self.epoch = 0
+        """Counts resets; see :meth:`forget`."""
+        self.probe_deadline: float | None = None
+        self.lease: list[Entry] = []
+        self.promoted: set[ChunkKey] = set()
+        """Keys whose promotion it waited for: their load counts as one from the level below."""
+        self.hole: Hole | None = None
+        self.tails: dict[int, tuple[int, ChunkKey]] = {}
+        """For each prefix group the end token and key of the last chunk that was loaded or offered."""
+        self.accessed_to: dict[int, int] = {}
+        """For each group the end token up to which this request's use was reported: once a request."""
+
+    def forget(self) -> None:
+        """After a reset: nothing that it offered, hit or missed says anything any more. Its clock runs on."""
+        self.hole = None
+        self.tails.clear()
+        self.accessed_to.clear()
+        self.promoted.clear()
+
+    def late(self, now: float) -> bool:
+        return self.deadline is not None and now >= self.deadline
+
+
+class ChunkMaker:
+    """Turns vLLM's keys into chunks: group from the key's last four bytes, end and parent from the request.
+
+    Args:
+        groups: all groups of the engine.
+        positions: how to get a request's ``key -> end token``; None where vLLM has none, then call order has to do.
+    """
+
+    def __init__(self, groups: Sequence[Group], positions: Callable[[Any], Callable[[Any], int | None] | None]) -> None:
+        self._groups = {group.group_id.to_bytes(4, "big"): group for group in groups}
+        self._only = groups[0] if len(groups) == 1 else None
+        self._positions = positions
+
+    def group(self, key: bytes) -> Group:
+        return self._only or self._groups[key[_SUFFIX]]
+
+    def make(self, keys: Iterable[ChunkKey], context: Any, request: Request) -> list[Chunk]:
+        """Chunks of one call, in its order; the request's tails move along."""
+        position = self._positions(context) or _call_order(request, self)
+        if self._only is not None:
+            return _run(keys, self._only, position, request)
+        chunks: list[Chunk] = []
+        for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
+            chunks += _run(run, self._groups[suffix], position, request)
+        return chunks
+
+    def one(self, key: ChunkKey, context: Any, parent: ChunkKey | None) -> Chunk:
+        """A chunk that a lookup has found below."""
+        group = self.group(key)
+        position = self._positions(context)
+        end = position(key) if position is not None else None
+        return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes)
+
+
+def _run(
+    keys: Iterable[ChunkKey], group: Group, position: Callable[[Any], int | None], request: Request
+) -> list[Chunk]:
+    """Chunks of one group: each prefix chunk's parent is the last one before it that this request has named."""
+    chunks: list[Chunk] = []
+    append = chunks.append
+    group_id, nbytes, sliding = group.group_id, group.nbytes, group.sliding
+    before, parent = (0, None) if sliding else request.tails.get(group_id, (0, None))
+    for key in keys:
+        end = position(key) or 0
+        if sliding or before >= end:
+            parent = None
+        append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, "", False)))
+        before, parent = end, key
+    if chunks and not sliding:
+        request.tails[group_id] = (before, chunks[-1].key)
+    return chunks
+
+
+def _call_order(request: Request, maker: ChunkMaker) -> Callable[[Any], int]:
+    """End tokens counted up in the order of calls, from the request's last known chunk of the group."""
+    ends = {index: end for index, (end, _) in request.tails.items()}
+
+    def position(key: Any) -> int:
+        group = maker.group(key)
+        ends[group.group_id] = end = ends.get(group.group_id, 0) + group.tokens_per_chunk
+        return end
+
+    return position
+
+
+class Leases:
+    """Pins that waiting requests hold on ready and pending chunks, so that nothing they wait for leaves again.
+
+    Args:
+        hold: pin an entry.
+        release: take one pin back.
+    """
+
+    def __init__(self, hold: Callable[[Entry], None], release: Callable[[Entry], None]) -> None:
+        self._hold = hold
+        self._release = release
+        self._requests: dict[int, Request] = {}
+        self._pending: dict[int, Entry] = {}
+
+    def requests(self) -> list[Request]:
+        """Those that hold something."""
+        return list(self._requests.values())
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def n_held_pending(self) -> int:
+        """Leased entries that no copy has filled yet: they are counted as held and as pending."""
+        if self._pending:
+            self._pending = {i: e for i, e in self._pending.items() if e.state is PENDING and e.holds}
+        return len(self._pending)
+
+    def renew(self, request: Request, entries: Iterable[Entry]) -> None:
+        """Let the request hold exactly these entries from now on."""
+        wanted = {id(entry): entry for entry in entries if entry.state is not GONE}
+        for entry in wanted.values():
+            self._hold(entry)
+            if entry.state is PENDING:
+                self._pending[id(entry)] = entry
+        old, request.lease = request.lease, list(wanted.values())
+        for entry in old:
+            self._release(entry)
+        if request.lease:
+            self._requests[id(request)] = request
+        else:
+            self._requests.pop(id(request), None)
+
+    def end(self, request: Request) -> None:
+        """Give everything back."""
+        if request.lease:
+            self.renew(request, ())

@@ -1,0 +1,281 @@
+"""The scheduler's half of the adapter: an ``OffloadingManager`` over a :class:`~tierkv._hierarchy.Hierarchy`.
+
+It runs inside vLLM's scheduling loop and never blocks. States and events are tabled in
+``docs/explanation/vllm-states.md``, and so is the order in which vLLM calls. What copies bytes lives elsewhere: workers
+between device and slots, the Mover's thread between slots and the levels below.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+
+from tierkv._ledger import READY
+from tierkv.protocols import Clock
+from tierkv.types import Chunk, ChunkKey, Reason
+from tierkv.vllm import _compat
+from tierkv.vllm._below import Below, is_read
+from tierkv.vllm._books import EpochHierarchy
+from tierkv.vllm._control import ControlPage
+from tierkv.vllm._events import as_vllm_events
+from tierkv.vllm._jobs import Jobs
+from tierkv.vllm._lookups import Lookups
+from tierkv.vllm._metrics import Metrics
+from tierkv.vllm._requests import ChunkMaker, Group, Hole, Leases, Request
+from tierkv.vllm._spec_types import SlotSpec
+
+logger = logging.getLogger("vllm.tierkv.manager")
+
+
+class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        hierarchy: the primary and what lies below it; this manager is its only caller.
+        groups: the engine's KV-cache groups.
+        page: gives the control page, or None while it cannot be joined yet; called on the scheduler's thread.
+        below: runs the transfers to the levels below; None if there are none.
+        store_reserve: primary slots that promotions leave to stores.
+        lookup_deadline_s: how long one request may be deferred in all.
+        metrics: what is reported to vLLM.
+        clock: seconds, monotonic.
+
+    Concurrency: the scheduler's thread alone.
+    """
+
+    def __init__(
+        self,
+        hierarchy: EpochHierarchy,
+        groups: Sequence[Group],
+        page: Callable[[], ControlPage | None],
+        *,
+        below: Below | None = None,
+        store_reserve: int = 1,
+        lookup_deadline_s: float = 5.0,
+        metrics: Metrics | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(
+            hierarchy,
+            ChunkMaker(groups, _compat.position_getter),
+            Leases(hierarchy.hold, hierarchy.release),
+            below,
+            store_reserve=store_reserve,
+            lookup_deadline_s=lookup_deadline_s,
+            metrics=metrics or Metrics(),
+            clock=clock,
+        )
+        self._page = page
+        self._jobs = Jobs(hierarchy)
+        self._sliding = frozenset(group.group_id for group in groups if group.sliding)
+        self._many_groups = len(groups) > 1
+        self._keep_open()
+
+    # -- loads --------------------------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[ChunkKey], req_context: ReqContext) -> SlotSpec:
+        """Pin chunks that were answered as hits in this step, until ``complete_load``."""
+        get = self._get
+        entries = [get(key) for key in keys]
+        assert all(entry is not None and entry.state is READY for entry in entries), "vLLM loads hits of this step only"
+        page = self._page()
+        request = self._request(req_context)
+        spec = self._jobs.open_load(entries, page.generation if page is not None else 0)  # type: ignore[arg-type]
+        self._used(self._maker.make(keys, req_context, request), request)
+        self._count_hits(keys, request)
+        self._leases.end(request)
+        return spec
+
+    def complete_load(self, keys: Collection[ChunkKey], req_context: ReqContext) -> None:  # noqa: ARG002
+        """Every rank has its copy. Late ends, of loads from before a reset, are ignored."""
+        self._jobs.close_load(keys)
+
+    def _used(self, chunks: Sequence[Chunk], request: Request) -> None:
+        """Report the request's use of these chunks to the orders, each chunk once a request."""
+        reached = request.accessed_to
+        if reached:
+            chunks = [chunk for chunk in chunks if chunk.end_token > reached.get(chunk.group, 0)]
+        if chunks:
+            self.hierarchy.access(chunks)
+            for chunk in chunks:
+                reached[chunk.group] = chunk.end_token
+
+    def _count_hits(self, keys: Collection[ChunkKey], request: Request) -> None:
+        n_below = sum(key in request.promoted for key in keys) if request.promoted else 0
+        self.hierarchy.levels[0].counts.hits += len(keys) - n_below
+        if n_below:
+            self.hierarchy.levels[1].counts.hits += n_below
+
+    # -- stores -------------------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[ChunkKey], req_context: ReqContext) -> PrepareStoreOutput:
+        """Give room to the leading part, by end token across groups, of what is not here yet. Never None.
+
+        vLLM never offers a chunk again that was refused. So what is refused in a prefix group is a hole, and what lies
+        behind a hole is refused too until the hole's key is resident: no lookup could reach it.
+        """
+        request = self._request(req_context)
+        page = self._page()
+        chunks = self._maker.make(keys, req_context, request)
+        if page is None:
+            self._refuse(chunks, Reason.CLOSED)
+            return _nothing()
+        if request.hole is not None:
+            chunks = self._reachable(chunks, request)
+        offer = self.hierarchy.offer(chunks, shielded=self._answered)
+        if offer.refused:
+            self._note_hole(request, [chunk for chunk, _ in offer.refused])
+        if offer.present:
+            self._used([entry.chunk for entry in offer.present if entry.state is READY], request)
+        self._reached(request, chunks)
+        entries = offer.reserved
+        if not entries:
+            return _nothing()
+        if self._many_groups:
+            by_key = {entry.chunk.key: entry for entry in entries}
+            entries = [by_key[key] for key in dict.fromkeys(keys) if key in by_key]
+        self._metrics.allocations.append(len(entries))
+        spec = self._jobs.open_store(entries, request, page.generation)
+        return PrepareStoreOutput([entry.chunk.key for entry in entries], spec, [])
+
+    def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
+        """Storing is a use as well; chunks of one group come in order."""
+        for chunk in chunks if self._many_groups else chunks[-1:]:
+            if chunk.end_token > request.accessed_to.get(chunk.group, 0):
+                request.accessed_to[chunk.group] = chunk.end_token
+
+    def _reachable(self, chunks: list[Chunk], request: Request) -> list[Chunk]:
+        """Refuse what lies behind the request's hole, unless the hole was filled meanwhile."""
+        hole = request.hole
+        assert hole is not None
+        if self._get(hole.key) is not None or self.hierarchy.find(hole.key) >= 0:
+            request.hole = None
+            return chunks
+        self._refuse([chunk for chunk in chunks if chunk.end_token > hole.end_token], Reason.BEHIND_HOLE)
+        return [chunk for chunk in chunks if chunk.end_token <= hole.end_token]
+
+    def _note_hole(self, request: Request, lost: Iterable[Chunk]) -> None:
+        """Remember the first prefix chunk that this request offered and that was not taken."""
+        for chunk in lost:
+            nearer = request.hole is None or chunk.end_token < request.hole.end_token
+            if nearer and chunk.group not in self._sliding:
+                request.hole = Hole(chunk.end_token, chunk.key)
+
+    def _refuse(self, chunks: Sequence[Chunk], reason: Reason) -> None:
+        counts = self.hierarchy.levels[0].counts
+        counts.offered += len(chunks)
+        counts.refuse(reason, len(chunks))
+
+    def complete_store(
+        self,
+        keys: Collection[ChunkKey],
+        req_context: ReqContext,  # noqa: ARG002
+        success: bool = True,  # noqa: ARG002, FBT001, FBT002 (vLLM's signature; the stamps say more)
+    ) -> None:
+        """Every rank has reported: commit by stamps. Late ends, of stores from before a reset, are ignored."""
+        for job, entries in self._jobs.close_store(keys, self._page()):
+            chunks = [entry.chunk for entry in entries]
+            logger.warning(
+                "%d of %d chunks of a store were dropped: a device copy failed", len(chunks), len(job.entries)
+            )
+            self._note_hole(job.request, chunks)
+        self._send_writes()
+
+    def _send_writes(self) -> None:
+        """Cascades do not wait for the end of a step: after the last store of a busy time there may be none."""
+        if self._below is None:
+            return
+        writes = []
+        for transfer in self.hierarchy.take_transfers():
+            if is_read(transfer):
+                self._unsent[transfer.id] = transfer
+            else:
+                writes.append(transfer)
+        self._below.send(writes)
+
+    # -- requests and steps ---------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+        """Nothing is kept until the request asks for something."""
+        self._keep_open()
+        self._drain()
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """The step's leases are taken, ends are drained, reads and writes are handed over."""
+        self._end_step()
+        self._drain()
+        self._jobs.sweep(self._page())
+        if self._leases:
+            self._end_leases(context)
+        if self._below is not None:
+            self._keep_open()
+            self._below.send(self._take_unsent(), tuple(self._probes))
+            self._probes.clear()
+
+    def _keep_open(self) -> None:
+        """Levels below open as soon as the workers have said who they are: a first request should find them open."""
+        if self._below is not None:
+            self._below.keep_open(self.hierarchy, self._page())
+
+    def _end_leases(self, context: ScheduleEndContext) -> None:
+        """Of requests whose time is up, and of those that were scheduled without a load."""
+        now = self._clock()
+        for request in self._leases.requests():
+            if request.late(now) or request.req_id in context.new_req_ids:
+                self._leases.end(request)
+
+    def _drain(self) -> None:
+        if self._below is not None:
+            self._below.drain(self.hierarchy)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Its lease ends; open loads and stores keep their own pins until they have ended."""
+        self._leases.end(self._request(req_context))
+
+    def has_pending_work(self) -> bool:
+        """Only while a quarantine lasts: stamps come with steps. Everything else waits for the next hook."""
+        if self._jobs.n_abandoned:
+            self._jobs.sweep(self._page())
+        return self._jobs.n_abandoned > 0
+
+    def reset_cache(self) -> None:
+        """Forget everything at once; what copies still touch stays in quarantine. Levels below begin a new epoch."""
+        self._epoch += 1
+        self._end_step()
+        for request in self._leases.requests():
+            self._leases.end(request)
+        self._cancel_unsent_reads()
+        self._jobs.abandon()
+        self.hierarchy.reset((0,))
+        if self._below is not None:
+            self._below.new_epoch(self.hierarchy)
+
+    def take_events(self) -> Iterable[Any]:
+        """Stored and removed chunks of every level, in the order in which they happened."""
+        return as_vllm_events(self.hierarchy.take_events(), self._below)
+
+    def get_stats(self) -> Any:
+        return self._metrics.take(self.hierarchy)
+
+    def shutdown(self) -> None:
+        """Stop the Mover's thread and leave the pool. May never be called: nothing depends on it."""
+        if self._below is not None:
+            self._below.close(self.hierarchy)
+        page = self._page()
+        if page is not None:
+            page.close()
+
+
+def _nothing() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], SlotSpec((), ()), [])
