@@ -146,6 +146,17 @@ async def test_repeated_opening_keeps_no_memory():
     gc.collect()
 
 
+async def test_opening_twice_is_an_error_that_keeps_the_first():
+    """A second open would lose the slots that the first has handed out."""
+    tier = CPUTier(populate=False)
+    await tier.open(CTX)
+    tier.slot_view(0)[:1] = b"x"
+    with pytest.raises(TierError, match="open already"):
+        await tier.open(CTX)
+    assert tier.slot_view(0)[0] == ord("x")
+    await tier.aclose()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"role": "manager"}, {"rank": -1}, {"rank": True}, {"join_deadline_s": -1}, {"join_deadline_s": float("nan")}],

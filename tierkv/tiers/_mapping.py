@@ -120,7 +120,9 @@ class SlotMapping:
                 number = ctypes.get_errno()
                 if number == errno.EINTR:
                     continue
-                _logger.warning(
+                # Kernels before 5.14 do not know the call: nothing is wrong then, the first copies just wait longer.
+                _logger.log(
+                    logging.INFO if number == errno.EINVAL else logging.WARNING,
                     "host pool: faulting in stopped at %d of %d bytes (%s); the rest is faulted in by use",
                     self._populated_nbytes, self.nbytes, errno.errorcode.get(number, number),
                 )  # fmt: skip

@@ -119,7 +119,11 @@ class SharedPool(SlotMapping):
         """
         asked = Geometry(Purpose.POOL, n_slots, stride_nbytes, generation)
         mapped, membership = join_memory(shared_id, asked, Member(role, rank), deadline_s)
-        return cls(mapped, membership.geometry, membership.creator_pid, membership.connection)
+        geometry = membership.geometry
+        if len(mapped) != geometry.n_slots * geometry.stride_nbytes:
+            membership.connection.close()
+            raise ConfigError(f"shared_id is {shared_id!r}, but its cpu pool of {geometry} has {len(mapped)} bytes")
+        return cls(mapped, geometry, membership.creator_pid, membership.connection)
 
     @property
     def generation(self) -> int:

@@ -88,8 +88,10 @@ class CPUTier:
         Raises:
             ConfigError: the capacity is below one slot or above what the machine or cgroup has left; or a shared pool
                 is another engine's, or of another size, or has been joined as this (role, rank).
-            TierError: nobody served the shared pool before the deadline.
+            TierError: nobody served the shared pool before the deadline, or the tier is open.
         """
+        if self._pool is not None:
+            raise TierError(self._name, "the tier is open already")
         n_slots = ctx.capacity_nbytes // ctx.stride_nbytes
         if n_slots < 1:
             allowed = f"at least one chunk, which takes {ctx.stride_nbytes} bytes here"
