@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
 import threading
+from typing import ClassVar
 
 from tierkv.errors import ClosedError
 
 _logger = logging.getLogger(__name__)
-_libc = ctypes.CDLL(None, use_errno=True)  # CDLL, not PyDLL: calls let go of the GIL, which mmap.madvise does not
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.madvise.restype = ctypes.c_int
-
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; faults pages in and changes no content, so it is safe beside running copies
 _STEP_NBYTES = 64 << 20
 """Faulted per call: about 60 ms, which is what a close may have to wait for."""
@@ -28,9 +24,11 @@ class SlotMapping:
     Attributes:
         n_left_mapped: class-wide count of mappings that were still in use when they were closed. They live until their
             last view is gone.
+        shared: True if other processes may map the same bytes.
     """
 
-    n_left_mapped = 0
+    n_left_mapped: ClassVar[int] = 0
+    shared: ClassVar[bool] = False
 
     def __init__(self, mapped: mmap.mmap, n_slots: int, stride_nbytes: int) -> None:
         assert len(mapped) == n_slots * stride_nbytes, "a mapping of another size"
@@ -112,11 +110,15 @@ class SlotMapping:
 
     def _populate(self) -> None:
         assert self._mmap is not None, "close() waits for this thread"
+        import ctypes  # noqa: PLC0415 - `import tierkv` is to be cheap, and this thread is not waited for
+
+        libc = ctypes.CDLL(None, use_errno=True)  # not PyDLL: calls let go of the GIL, which mmap.madvise does not
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         anchor = ctypes.c_char.from_buffer(self._mmap)  # an export: the mapping cannot go while it lives
         address = ctypes.addressof(anchor)
         while self._populated_nbytes < self.nbytes and not self._stop.is_set():
             step = min(_STEP_NBYTES, self.nbytes - self._populated_nbytes)
-            if _libc.madvise(address + self._populated_nbytes, step, _MADV_POPULATE_WRITE) != 0:
+            if libc.madvise(address + self._populated_nbytes, step, _MADV_POPULATE_WRITE) != 0:
                 number = ctypes.get_errno()
                 if number == errno.EINTR:
                     continue

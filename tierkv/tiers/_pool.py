@@ -59,6 +59,8 @@ class SharedPool(SlotMapping):
     Concurrency: as :class:`SlotMapping`.
     """
 
+    shared = True
+
     def __init__(self, mapped: mmap.mmap, geometry: Geometry, creator_pid: int, held: Server | socket.socket) -> None:
         """Use :meth:`create` or :meth:`join`."""
         super().__init__(mapped, geometry.n_slots, geometry.stride_nbytes)

@@ -14,7 +14,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import secrets
 import socket
 import struct
 import time
@@ -184,7 +183,7 @@ def socket_name(shared_id: str, purpose: Purpose) -> bytes:
 
 def new_generation() -> int:
     """128 random bits that are not 0, which means "any"."""
-    return secrets.randbits(128) or 1
+    return int.from_bytes(os.urandom(16), "little") or 1
 
 
 def make_sealed(label: str, nbytes: int) -> int:
@@ -221,7 +220,7 @@ def join(shared_id: str, asked: Geometry, member: Member, deadline_s: float) -> 
     name = socket_name(shared_id, asked.purpose)
     # Kept until answered: who polls with deadline 0 and lost an answer comes back as the same joiner, not as a second.
     call = (os.getpid(), name, member)
-    hello = Hello(asked, member, _nonces.setdefault(call, secrets.token_bytes(16)))
+    hello = Hello(asked, member, _nonces.setdefault(call, os.urandom(16)))
     deadline, pause_s = time.monotonic() + deadline_s, _FIRST_PAUSE_S
     try:
         while not isinstance(state := _attempt(name, shared_id, hello, deadline), Membership):

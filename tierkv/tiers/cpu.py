@@ -11,10 +11,10 @@ from tierkv.errors import ChunkSizeError, ClosedError, TierError, bad_setting
 from tierkv.protocols import TierContext
 from tierkv.settings import parse_count, parse_seconds
 from tierkv.tiers._mapping import SlotMapping
-from tierkv.tiers._pool import JOIN_DEADLINE_S, PrivatePool, SharedPool
-from tierkv.tiers._rendezvous import MAX_RANK, NotServedError, Role
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
+_ROLES = ("worker", "scheduler")
+_MAX_RANK = (1 << 32) - 1
 _JOIN_PAUSE_S = 0.02
 
 
@@ -40,17 +40,16 @@ class CPUTier:
 
     def __init__(
         self, *, name: str = "cpu", shared_id: str | None = None, role: str = "worker", rank: int = 0,
-        join_deadline_s: float = JOIN_DEADLINE_S, populate: bool = True, pool: SlotMapping | None = None,
+        join_deadline_s: float = 60.0, populate: bool = True, pool: SlotMapping | None = None,
     ) -> None:  # fmt: skip
-        roles = [known.name.lower() for known in Role]
-        if role not in roles:
-            raise bad_setting(f"{name}.role", role, " or ".join(roles), roles[0])
+        if role not in _ROLES:
+            raise bad_setting(f"{name}.role", role, " or ".join(_ROLES), _ROLES[0])
         if shared_id is not None and pool is not None:
             raise bad_setting(f"{name}.shared_id", shared_id, "None where a pool is handed over")
         self._name = name
         self._shared_id = shared_id
-        self._role = Role[role.upper()]
-        self._rank = parse_count(f"{name}.rank", rank, 0, MAX_RANK)
+        self._role = role
+        self._rank = parse_count(f"{name}.rank", rank, 0, _MAX_RANK)
         self._join_deadline_s = parse_seconds(f"{name}.join_deadline_s", join_deadline_s)
         self._populate = populate
         self._handed_over = pool
@@ -116,7 +115,7 @@ class CPUTier:
             TierError: the pool is shared: two processes would each assign its slots by themselves.
         """
         pool, ctx = self._opened()
-        if not isinstance(pool, PrivatePool):
+        if pool.shared:
             raise TierError(self._name, "a shared pool's slots are assigned by one ledger; it takes no keyed writes")
         return [self._write_one(pool, ctx, chunk, buffer) for chunk, buffer in items]
 
@@ -135,6 +134,9 @@ class CPUTier:
             await _in_thread(pool)
 
     async def _acquire(self, n_slots: int, stride_nbytes: int) -> SlotMapping:
+        # Sockets, ctypes and the like are loaded with the first pool: `import tierkv` is to be cheap.
+        from tierkv.tiers._pool import PrivatePool, SharedPool  # noqa: PLC0415
+
         option = f"{self._name}.capacity"
         given = self._handed_over
         if given is not None:
@@ -144,17 +146,20 @@ class CPUTier:
             return given
         if self._shared_id is None:
             return PrivatePool(n_slots, stride_nbytes, populate=self._populate, option=option)
-        if (self._role, self._rank) == (Role.WORKER, 0):
+        if (self._role, self._rank) == ("worker", 0):
             return SharedPool.create(self._shared_id, n_slots, stride_nbytes, populate=self._populate, option=option)
         return await self._join(self._shared_id, n_slots, stride_nbytes)
 
-    async def _join(self, shared_id: str, n_slots: int, stride_nbytes: int) -> SharedPool:
+    async def _join(self, shared_id: str, n_slots: int, stride_nbytes: int) -> SlotMapping:
+        from tierkv.tiers._pool import SharedPool  # noqa: PLC0415
+        from tierkv.tiers._rendezvous import NotServedError, Role  # noqa: PLC0415
+
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._join_deadline_s
         while True:
             try:
                 return SharedPool.join(
-                    shared_id, role=self._role, rank=self._rank,
+                    shared_id, role=Role[self._role.upper()], rank=self._rank,
                     n_slots=n_slots, stride_nbytes=stride_nbytes, deadline_s=0,
                 )  # fmt: skip
             except NotServedError as error:
