@@ -79,8 +79,8 @@ class ControlPage:
     Stamps mean something only if copies end in the order of their tickets: one direction's copies of one rank do, as
     they run on one stream. Then a stamp of at least ``t`` says that every copy up to ``t`` on that slot has ended.
 
-    Concurrency: a rank's words are written by one thread of one process; anybody may read at any time. What a worker
-    wrote to a slot before its stamp is seen by whoever has read the stamp.
+    Concurrency: a rank's words of one direction are written by one thread of one process; anybody may read at any time.
+    What a worker wrote to a slot before its stamp is seen by whoever has read the stamp.
     """
 
     def __init__(
