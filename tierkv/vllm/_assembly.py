@@ -41,7 +41,7 @@ def make_manager(spec: Any) -> TierKVManager:
     plans = [primary_plan(spec)]
     for level, tier in zip(levels, options.tiers, strict=True):
         writes = Writes.CASCADE if tier.writes == "cascade" else Writes.DEMOTE
-        queue_nbytes = tier.queue_nbytes or min(_QUEUE_NBYTES, options.cpu_nbytes // 2)
+        queue_nbytes = tier.queue_nbytes or min(_QUEUE_NBYTES, options.cpu_nbytes * 3 // 4)
         plans.append(level.plan(_POLICIES[tier.eviction_policy](), writes, queue_nbytes))
     hierarchy = EpochHierarchy(plans, record_events=config.enable_kv_cache_events)
     for index in range(1, len(plans)):

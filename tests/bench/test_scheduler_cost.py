@@ -1,0 +1,173 @@
+"""What the scheduler's half costs a chunk, beside vLLM's own CPU manager with LRU, in one run and by turns.
+
+``python -m tests.bench.test_scheduler_cost`` prints the whole table; the test runs a smaller pool and asserts ratios.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from tierkv._level import LevelPlan
+from tierkv.policies import LRU
+from tierkv.vllm._books import EpochHierarchy
+from tierkv.vllm._control import ControlPage, Direction
+from tierkv.vllm._requests import Group
+from tierkv.vllm.manager import TierKVManager
+
+STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+TOKENS = 16
+SLOT_NBYTES = 4096
+OPS = ("offer", "stored", "lookup", "load", "loaded")
+
+
+class Ours:
+    """tierkv's manager with one worker that has always just finished its copy."""
+
+    def __init__(self, n_slots: int) -> None:
+        plan = LevelPlan(
+            "primary", n_slots * SLOT_NBYTES, LRU(), n_slots=n_slots, slot_nbytes=SLOT_NBYTES
+        )
+        self.page = ControlPage.private(n_ranks=1, n_slots=n_slots)
+        self.manager: Any = TierKVManager(
+            EpochHierarchy([plan]), [Group(0, TOKENS, sliding=False, nbytes=SLOT_NBYTES)], lambda: self.page
+        )
+
+    def copied(self, direction: Direction, spec: Any) -> None:
+        self.page.stamp_many(0, direction, spec.slots, spec.tickets, ok=True)
+
+
+class Theirs:
+    """vLLM's manager for the same pool."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.manager: Any = CPUOffloadingManager(num_chunks=n_slots, cache_policy="lru")
+
+    def copied(self, direction: Direction, spec: Any) -> None:
+        """vLLM's completions need no stamps."""
+
+
+def request(rng: random.Random, n_chunks: int, name: str) -> tuple[ReqContext, list[Any]]:
+    context = ReqContext(req_id=name)
+    keys = [make_offload_key(rng.randbytes(32), 0) for _ in range(n_chunks)]
+    for i, key in enumerate(keys, 1):
+        context.set_offload_key_position(key, i * TOKENS)
+    return context, keys
+
+
+def again(keys: list[Any], name: str) -> ReqContext:
+    context = ReqContext(req_id=name)
+    for i, key in enumerate(keys, 1):
+        context.set_offload_key_position(key, i * TOKENS)
+    return context
+
+
+def pieces(keys: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(keys), size):
+        yield keys[start : start + size]
+
+
+def store(side: Ours | Theirs, context: ReqContext, keys: list[Any], size: int) -> dict[str, float]:
+    """Seconds that one request's offers and completions took. What an order defers to the finish counts as offering."""
+    manager, clock = side.manager, time.perf_counter
+    spent = dict.fromkeys(("offer", "stored"), 0.0)
+    manager.on_new_request(context)
+    for piece in pieces(keys, size):
+        start = clock()
+        manager.on_schedule_end(STEP)
+        output = manager.prepare_store(piece, context)
+        spent["offer"] += clock() - start
+        assert output is not None and len(output.keys_to_store) == len(piece)
+        side.copied(Direction.STORE, output.store_spec)
+        done = set(output.keys_to_store)
+        start = clock()
+        manager.complete_store(done, context)
+        spent["stored"] += clock() - start
+    start = clock()
+    manager.on_request_finished(context)
+    spent["offer"] += clock() - start
+    return spent
+
+
+def load(side: Ours | Theirs, context: ReqContext, keys: list[Any]) -> dict[str, float]:
+    """Seconds for a request that finds its whole prefix and loads it."""
+    manager, clock = side.manager, time.perf_counter
+    manager.on_new_request(context)
+    lookup = manager.lookup
+    start = clock()
+    for key in keys:
+        if lookup(key, context) is not LookupResult.HIT:
+            raise AssertionError("it was stored just now")
+    looked = clock()
+    spec = manager.prepare_load(keys, context)
+    prepared = clock()
+    manager.on_schedule_end(STEP)
+    side.copied(Direction.LOAD, spec)
+    done = set(keys)
+    begin = clock()
+    manager.complete_load(done, context)
+    loaded = clock()
+    manager.on_request_finished(context)
+    finished = clock()
+    return {"lookup": looked - start, "load": prepared - looked + finished - loaded, "loaded": loaded - begin}
+
+
+def measure(n_slots: int, n_chunks: int, size: int, n_rounds: int, sides: list[Any]) -> dict[str, list[float]]:
+    """Median microseconds a chunk of [ours, theirs] by operation; the two take turns round by round."""
+    found: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
+    for round_ in range(n_rounds):
+        for which in (0, 1) if round_ % 2 else (1, 0):
+            rng = random.Random(f"{n_chunks} {size} {round_}")
+            context, keys = request(rng, n_chunks, f"{n_chunks}-{size}-{round_}-{which}")
+            loader = again(keys, "load")
+            gc.collect(1)
+            spent = store(sides[which], context, keys, size)
+            spent |= load(sides[which], loader, keys)
+            for op, seconds in spent.items():
+                found[op][which].append(seconds / n_chunks * 1e6)
+    return {op: [statistics.median(times) for times in both] for op, both in found.items()}
+
+
+def full(n_slots: int, make: Callable[[int], Any]) -> Any:
+    """A side whose pool has been filled, by requests of 500 chunks, so that every offer evicts."""
+    side, rng = make(n_slots), random.Random(1)
+    for i in range(n_slots // 500 + 2):
+        store(side, *request(rng, 500, f"fill-{i}"), 500)
+    return side
+
+
+def table(n_slots: int, n_rounds: int) -> dict[tuple[int, int], dict[str, list[float]]]:
+    sides = [full(n_slots, Ours), full(n_slots, Theirs)]
+    gc.freeze()
+    try:
+        return {
+            (n_chunks, size): measure(n_slots, n_chunks, size, n_rounds if n_chunks < 1000 else max(5, n_rounds // 4), sides)
+            for n_chunks in (64, 2048)
+            for size in (n_chunks, 16, 1)
+        }
+    finally:
+        gc.unfreeze()
+
+
+def show(results: dict[tuple[int, int], dict[str, list[float]]]) -> None:
+    print(f"{'chunks':>7} {'piece':>6}  " + "  ".join(f"{op:>24}" for op in OPS), "  (us a chunk: ours/vLLM, ratio)")
+    for (n_chunks, size), by_op in results.items():
+        cells = (f"{by_op[op][0]:7.2f}/{by_op[op][1]:8.2f} {by_op[op][0] / by_op[op][1]:7.3f}" for op in OPS)
+        print(f"{n_chunks:>7} {size:>6}  " + "  ".join(f"{cell:>24}" for cell in cells))
+
+
+if __name__ == "__main__":
+    show(table(int(sys.argv[1]) if len(sys.argv) > 1 else 100_000, int(sys.argv[2]) if len(sys.argv) > 2 else 20))
