@@ -104,14 +104,14 @@ class LeafOrder:
         taken = self._taken
         # Parents whose children have all been named: leaves as soon as those have left, which only the caller decides.
         freed: list[tuple[int, Node]] = []
-        left: dict[Node, tuple[int, int]] = {}
+        n_left: dict[Node, int] = {}
         while True:
             oldest = self._oldest()
             if freed and (oldest is None or freed[0][0] < oldest[0]):
-                stamp, node = heappop(freed)
+                node = heappop(freed)[1]
             elif oldest is not None:
                 taken.append(heappop(self._heap))
-                stamp, node = oldest[0], oldest[2]
+                node = oldest[2]
             else:
                 return
             yield node.key
@@ -121,11 +121,10 @@ class LeafOrder:
             parent = node.parent
             if parent is None or parent.stamp == _ABSENT:
                 continue
-            n_left, newest = left.get(parent, (parent.n_children, parent.stamp))
-            newest = max(newest, stamp)
-            left[parent] = (n_left - 1, newest)
-            if n_left == 1 and not parent.held:
-                heappush(freed, (newest, parent))
+            n_left[parent] = n_left.get(parent, parent.n_children) - 1
+            if not n_left[parent] and not parent.held:
+                # Its descendants' stamps play no part here: they have all been the oldest, so they delay nothing.
+                heappush(freed, (parent.stamp, parent))
 
     # -- for subclasses -----------------------------------------------------------------------------------------
 
@@ -156,10 +155,11 @@ class LeafOrder:
             self._hand_down(parent, node)
 
     def _hand_down(self, parent: Node, child: Node) -> None:
-        """``parent`` has a child now, hence no entry: the child takes it, unless it cannot use it."""
+        """``parent`` has a child now, hence no entry: the child takes it, unless it has or needs none."""
         entry, parent.entry = parent.entry, None
         assert entry is not None
-        if child.entry is None and not child.n_children and entry[0] <= child.stamp:
+        if child.entry is None and not child.n_children:
+            # Whoever links has just stamped the child, so the entry's stamp is a lower bound for it.
             child.entry = entry
             entry[2] = child
         else:
