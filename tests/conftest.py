@@ -35,9 +35,18 @@ settings.register_profile("debug", max_examples=10, deadline=None, verbosity=Ver
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+LONG_FOLDERS = {"property", "crash"}
+LONG_S = 300
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Watch every async test for tasks it leaves behind: set up just after the outer watch, torn down before it."""
+    """Give state machines and kills more time, and watch every async test for tasks it leaves behind.
+
+    That watch is set up just after the outer one and so torn down before it.
+    """
     for item in items:
+        if item.path.parent.name in LONG_FOLDERS and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_S))
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
             names = item.fixturenames
             names.insert(names.index("no_leaks") + 1 if "no_leaks" in names else 0, "no_leaked_tasks")

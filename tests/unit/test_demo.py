@@ -141,7 +141,7 @@ WORKLOAD = Workload(n_sessions=3, n_turns=4, n_system_tokens=64, n_user_tokens=2
 def _turn(**changed: object) -> Turn:
     fields: dict[str, object] = {
         "turn": 0, "session": 0, "n_tokens": 100, "n_served": 50, "n_chunks": 2, "nbytes": 10, "by_level": [1, 1],
-        "n_wrong": 0, "keys": ["aa", "bb", "cc"],
+        "n_wrong": 0, "keys": ["aa", "bb", "cc"], "levels": [],
     }  # fmt: skip
     return Turn(**fields | changed)  # type: ignore[arg-type]
 

@@ -15,8 +15,8 @@ ROOT = Path(tierkv.__file__).parents[1]
 N_RUNS = 15
 
 
-def _python(code: str) -> str:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+def _python(code: str, **variables: str) -> str:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30, check=True)
     return run.stdout
 
@@ -36,12 +36,16 @@ def test_import_loads_the_standard_library_only() -> None:
     assert report == [[], 1, 0]
 
 
-def test_import_costs_at_most_half_of_asyncio() -> None:
-    """On top of asyncio, tierkv takes at most half of what asyncio took: the median of ratios within one process."""
+def test_import_costs_at_most_half_of_asyncio(tmp_path: Path) -> None:
+    """On top of asyncio, tierkv takes at most half of what asyncio took: the median of ratios within one process.
+
+    Both from byte code, as an installed package is, and in processor time, since waiting would measure the neighbours.
+    """
     code = (
-        "from time import perf_counter as now\n"
+        "from time import process_time as now\n"
         "a = now(); import asyncio; b = now(); import tierkv; c = now()\n"
         "print((c - b) / (b - a))"
     )
-    ratios = [float(_python(code)) for _ in range(N_RUNS + 1)][1:]  # the first one may compile
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    ratios = [float(_python(code, **compiled)) for _ in range(N_RUNS + 1)][1:]  # the first one compiles
     assert statistics.median(ratios) <= 0.5, sorted(ratios)

@@ -73,7 +73,7 @@ class Stored:
 class Opened:
     """The worker's cache is open."""
 
-    seconds: float
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)

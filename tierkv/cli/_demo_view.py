@@ -23,7 +23,8 @@ class View:
 
     def __init__(self, plan: Plan) -> None:
         work = plan.workload
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Console(highlight=False)
+        self._console.soft_wrap = not self._console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -68,15 +69,15 @@ class View:
     def killed(self, pid: int, n_on_disk: int) -> None:
         self._console.print(f"worker {pid} was killed with SIGKILL; it had acknowledged {n_on_disk:,} chunks on disk")
 
-    def opened(self, seconds: float) -> None:
-        self._console.print(f"a new worker opened the same directory in {seconds * 1000:,.0f} ms")
+    def opened(self, duration_s: float) -> None:
+        self._console.print(f"a new worker opened the same directory in {duration_s * 1000:,.0f} ms")
 
     def restarted(self, tally: Tally) -> None:
         """All that was answered before the kill has been asked for again."""
         memory, disk = tally.by_level
         self._console.print(
-            f"asked again: {tally.n_served:,} of {tally.n_tokens:,} tokens served, {disk:,} chunks from disk and "
-            f"{memory:,} from host memory, where the first to ask had brought them"
+            f"asked again: {tally.n_served:,} of {tally.n_tokens:,} tokens served; {disk:,} chunks came from disk, "
+            f"{memory:,} from memory, where the first to ask had brought them"
         )
 
     def verdict(self, text: str, *, right: bool) -> None:
