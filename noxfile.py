@@ -26,7 +26,7 @@ CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
 
 def _group(name: str) -> list[str]:
-    return nox.project.dependency_groups(PYPROJECT, name)
+    return list(nox.project.dependency_groups(PYPROJECT, name))
 
 
 def _cache_dir(name: str) -> str:
