@@ -7,22 +7,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import LevelBooks, LevelPlan, Waiting, Writes
+from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes
+from tierkv._proof import check_books
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
 
 NOTHING: frozenset[ChunkKey] = frozenset()
-
-
-class Flight(NamedTuple):
-    """A transfer under way, and the entries it keeps busy."""
-
-    transfer: Transfer
-    source: Entry
-    target: Entry | None
-    demote: bool = False
 
 
 class Flow:
@@ -59,19 +50,17 @@ class Flow:
                 self._leave(top, entry, _reason_of(outcome))
             if ended:
                 self._writer_ended(top, entry)
-        source = flight.source
-        if outcome.status in (Status.MISSING, Status.CORRUPT) and source.state is not GONE:
-            source.stored = False
-            self._leave(below, source, Reason.VANISHED if outcome.status is Status.MISSING else Reason.CORRUPT)
+        self._source_lost(below, flight.source, outcome)
         if ended:
-            self._release(below, source)
-            self._pump(below)
-            self._trim(top)
+            self._release(below, flight.source)
+            self._pump_up(below.index)
 
     def _finish_write(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, above, entry = self.levels[flight.transfer.target], self.levels[flight.transfer.source], flight.target
         assert entry is not None
-        entry.stored = entry.stored or outcome.ok
+        if outcome.ok:
+            entry.stored = True
+            self._unstick(level, entry.chunk.key)
         if entry.state is PENDING and outcome.ok:
             level.ledger.commit(entry)
             level.counts.stored += 1
@@ -85,13 +74,13 @@ class Flow:
                 self._writer_ended(level, entry)
         if flight.demote and not outcome.ok:
             flight.source.demote_refused = True
+            self._source_lost(above, flight.source, outcome)
         if ended:
             level.queued_nbytes -= entry.charge_nbytes
             if flight.demote:
                 above.demoting_nbytes -= flight.source.charge_nbytes
             self._release(above, flight.source)
-            self._pump(level)
-            self._trim(above)
+            self._pump_up(level.index)
 
     def _finish_delete(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, entry = self.levels[flight.transfer.source], flight.source
@@ -102,14 +91,41 @@ class Flow:
             self._free(level, entry)
         else:
             # Still on the medium, so its bytes stay charged; the key may be written again (the copy is replaced).
-            level.counts.drop(Reason.TIER_ERROR)
-            del level.leaving[entry.chunk.key]
-        self._pump(level)
+            key = entry.chunk.key
+            if key not in level.stuck:
+                level.counts.drop(Reason.TIER_ERROR)
+                level.stuck[key] = entry
+            level.stuck.move_to_end(key)
+            del level.leaving[key]
+        self._pump_up(level.index)
+
+    def _source_lost(self, level: LevelBooks, source: Entry, outcome: Outcome) -> None:
+        """A copy found out that a lower level's medium no longer has what the ledger says."""
+        if level.index and source.state is not GONE and outcome.status in (Status.MISSING, Status.CORRUPT):
+            source.stored = False
+            self._leave(level, source, _reason_of(outcome))
+
+    def _unstick(self, level: LevelBooks, key: ChunkKey) -> None:
+        """What lies under the key is accounted for anew: a deletion that failed is history."""
+        entry = level.stuck.pop(key, None)
+        if entry is not None:
+            level.ledger.free(entry)
+
+    def _retry_stuck(self, level: LevelBooks) -> None:
+        """Try the oldest failed deletion again, one at a time: a medium that refuses them must not be hammered."""
+        if not level.stuck or not level.open or level.deleting_nbytes:
+            return
+        key, entry = next(iter(level.stuck.items()))
+        if key in level.leaving or key in level.waiting or level.ledger.get(key) is not None:
+            level.stuck.move_to_end(key)
+            return
+        level.leaving[key] = entry
+        self._settle(level, entry)
 
     # -- lower levels -------------------------------------------------------------------------------------------
 
     def _enqueue(self, level: LevelBooks, source_level: int, source: Entry, *, demote: bool) -> bool:
-        """Ask a lower level to take a copy. True if it will, or has one."""
+        """Ask a lower level to take a copy. True if it will as far as is known, or has one."""
         chunk = source.chunk
         level.counts.offered += 1
         known = level.ledger.get(chunk.key)
@@ -128,9 +144,9 @@ class Flow:
         if demote:
             above.demoting_nbytes += source.charge_nbytes
         level.queued_nbytes += charge
-        level.waiting[chunk.key] = Waiting(source_level, source, demote)
+        level.waiting[chunk.key] = Waiting(source_level, source, demote, charge)
         self._pump(level)
-        return True
+        return chunk.key in level.waiting or level.ledger.get(chunk.key) is not None
 
     def _refusal(self, level: LevelBooks, chunk: Chunk, charge: int) -> Reason | None:
         if not level.open:
@@ -150,6 +166,12 @@ class Flow:
         while level.waiting and level.open and level.plan.writable():
             waiting = next(iter(level.waiting.values()))
             chunk = waiting.source.chunk
+            if level.ledger.get(chunk.key) is not None:
+                # A scan found it meanwhile.
+                level.waiting.popitem(last=False)
+                level.counts.present += 1
+                self._forget(level, waiting)
+                continue
             taken = level.ledger.reserve([chunk])
             charge = level.ledger.charge(chunk)
             if not taken and charge <= level.ledger.capacity_nbytes:
@@ -158,6 +180,7 @@ class Flow:
                 taken = level.ledger.reserve([chunk])
             if taken:
                 level.waiting.popitem(last=False)
+                level.queued_nbytes += taken[0].charge_nbytes - waiting.charge_nbytes
                 kind = TransferKind.DEMOTE if waiting.demote else TransferKind.CASCADE
                 levels = (waiting.source_level, level.index)
                 self._launch(kind, levels, waiting.source, taken[0], demote=waiting.demote)
@@ -170,10 +193,15 @@ class Flow:
 
     def _refuse(self, level: LevelBooks, waiting: Waiting, reason: Reason) -> None:
         level.counts.refuse(reason)
-        level.queued_nbytes -= level.ledger.charge(waiting.source.chunk)
-        above = self.levels[waiting.source_level]
         if waiting.demote:
             waiting.source.demote_refused = True
+        self._forget(level, waiting)
+
+    def _forget(self, level: LevelBooks, waiting: Waiting) -> None:
+        """A write that waited will not be: let go of its source."""
+        level.queued_nbytes -= waiting.charge_nbytes
+        above = self.levels[waiting.source_level]
+        if waiting.demote:
             above.demoting_nbytes -= waiting.source.charge_nbytes
         self._release(above, waiting.source)
 
@@ -181,19 +209,27 @@ class Flow:
         while level.waiting:
             self._refuse(level, level.waiting.popitem(last=False)[1], reason)
 
-    def _trim(self, level: LevelBooks) -> None:
+    def _pump_up(self, lowest: int = -1) -> None:
+        """Pump a level and those above it, deepest first: room below lets what waits above go on."""
+        for level in reversed(self.levels[: lowest + 1] if lowest >= 0 else self.levels):
+            self._pump(level)
+
+    def _trim(self, level: LevelBooks, request: Sequence[Chunk] = (), shielded: Collection[ChunkKey] = NOTHING) -> None:
         """Evict to the low-water mark where leaving takes time, so that those who come need not wait for it."""
         if level.index or level.min_free_nbytes:
-            self._make_room(level, level.low_target(), NOTHING)
+            need_nbytes = level.low_target()
+            if need_nbytes > 0:
+                self._make_room(level, need_nbytes, {*shielded, *(chunk.key for chunk in request)})
 
     def _make_room(self, level: LevelBooks, need_nbytes: int, protect: Collection[ChunkKey | None]) -> None:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
         droppable = self._droppable(level)
         staying: set[ChunkKey | None] = set()
         for entry in level.ledger.victims(lambda entry: entry.chunk.key not in self.guarded, protect, need_nbytes):
-            if not droppable(entry) and self._enqueue(self.levels[level.index + 1], level.index, entry, demote=True):
-                staying.add(entry.chunk.parent)
-            elif entry.chunk.key in staying:
+            stays = entry.chunk.key in staying
+            if not droppable(entry):
+                stays |= self._enqueue(self.levels[level.index + 1], level.index, entry, demote=True)
+            if stays:
                 staying.add(entry.chunk.parent)
             else:
                 self._leave(level, entry, Reason.EVICTED)
@@ -262,6 +298,8 @@ class Flow:
         level.ledger.free(entry)
         if level.index:
             del level.leaving[entry.chunk.key]
+            if level.stuck.get(entry.chunk.key) is entry:
+                del level.stuck[entry.chunk.key]
 
     def _launch(
         self,
@@ -308,43 +346,8 @@ class Flow:
         )
 
     def check(self) -> None:
-        """Recount everything. For tests; O(n)."""
-        holds: dict[int, int] = {}
-        flights = list(self._flights.values())
-        for flight in flights:
-            if flight.transfer.kind is not TransferKind.DELETE:
-                holds[id(flight.source)] = holds.get(id(flight.source), 0) + 1
-        for level in self.levels:
-            level.ledger.check()
-            for waiting in level.waiting.values():
-                holds[id(waiting.source)] = holds.get(id(waiting.source), 0) + 1
-        for level in self.levels:
-            self._check_level(level, flights)
-            for entry in [*level.ledger, *level.ledger.gone()]:
-                assert entry.holds >= holds.get(id(entry), 0), "each copy holds its source"
-
-    def _check_level(self, level: LevelBooks, flights: Sequence[Flight]) -> None:
-        writes = [f for f in flights if f.target is not None and f.transfer.target == level.index and level.index]
-        deletes = [
-            f.source for f in flights if f.transfer.kind is TransferKind.DELETE and f.transfer.source == level.index
-        ]
-        demotes = [f.source for f in flights if f.demote and f.transfer.source == level.index]
-        queued = sum(level.ledger.charge(w.source.chunk) for w in level.waiting.values())
-        waiting = sum(
-            w.source.charge_nbytes
-            for lower in self.levels
-            for w in lower.waiting.values()
-            if w.demote and w.source_level == level.index
-        )
-        assert level.queued_nbytes == queued + sum(f.target.charge_nbytes for f in writes if f.target is not None)
-        assert level.deleting_nbytes == sum(entry.charge_nbytes for entry in deletes)
-        assert {id(entry) for entry in deletes} <= {id(entry) for entry in level.leaving.values()}
-        assert all(entry.state is GONE for entry in level.leaving.values())
-        assert level.demoting_nbytes == waiting + sum(entry.charge_nbytes for entry in demotes)
-        pending = sum(entry.state is PENDING and not entry.promoted for entry in level.ledger)
-        counts = level.counts
-        told = counts.stored + counts.present + counts.refused.total() + pending + len(level.waiting)
-        assert counts.offered == told, "offered = stored + present + refused, exactly"
+        """Recount everything that is kept incrementally. For tests; O(n)."""
+        check_books(self.levels, list(self._flights.values()))
 
 
 def _reason_of(outcome: Outcome) -> Reason:

@@ -13,6 +13,7 @@ to the levels below -> evicted from the primary by a later offer -> ``find`` say
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from tierkv._flow import NOTHING, Flow
@@ -128,17 +129,18 @@ class Hierarchy(Flow):
             else:
                 fresh[chunk.key] = chunk
         wanted = list(fresh.values())
-        if any(a.end_token > b.end_token for a, b in zip(wanted, wanted[1:], strict=False)):
+        if any(a.end_token > b.end_token for a, b in pairwise(wanted)):
             wanted.sort(key=lambda chunk: chunk.end_token)
         reserved = self._take_primary(wanted, chunks, shielded)
         refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
-        retry = tentative and self.primary_busy
-        n_again = len(wanted) - len(reserved) if retry else 0
+        n_again = len(wanted) - len(reserved) if tentative else 0
+        retry = n_again > 0 and self.primary_busy
+        n_again = n_again if retry else 0
         level.counts.offered += len(chunks) - n_again
         level.counts.present += len(present) + n_twice
         for _, reason in refused[: len(refused) - n_again]:
             level.counts.refuse(reason)
-        self._trim(level)
+        self._trim(level, chunks, shielded)
         return Offer(reserved, present, refused, retry)
 
     def commit_store(self, entries: Iterable[Entry]) -> None:
@@ -238,7 +240,13 @@ class Hierarchy(Flow):
         sources: dict[ChunkKey, tuple[LevelBooks, Entry]] = {}
         wanted: list[Chunk] = []
         for chunk in chunks:
-            if self.primary.get(chunk.key) is not None or chunk.key in sources:
+            entry = self.primary.get(chunk.key)
+            if entry is not None and self.primary.expired(entry):
+                if entry.holds:
+                    break
+                self._leave(self.levels[0], entry, Reason.EXPIRED)
+                entry = None
+            if entry is not None or chunk.key in sources:
                 continue
             source = self._source(chunk.key)
             if source is None or (limit is not None and len(wanted) >= limit):
@@ -250,11 +258,11 @@ class Hierarchy(Flow):
             entry.promoted = True
             level.ledger.hold(below)
             self._launch(TransferKind.PROMOTE, (level.index, 0), below, entry)
-        self._trim(self.levels[0])
+        self._trim(self.levels[0], chunks, shielded)
         entries: list[Entry] = []
         for chunk in chunks:
             known = self.primary.get(chunk.key)
-            if known is None:
+            if known is None or self.primary.expired(known):
                 break
             entries.append(known)
         return entries
@@ -278,6 +286,7 @@ class Hierarchy(Flow):
                 entry = level.ledger.get(key)
                 if entry is not None:
                     self._leave(level, entry, reason)
+        self._pump_up()
 
     def reset(self, levels: Iterable[int] | None = None) -> None:
         """Forget everything at the given levels, all by default. Copies under way end into quarantine."""
@@ -286,6 +295,7 @@ class Hierarchy(Flow):
             self._refuse_waiting(level, Reason.RESET)
             for entry in list(level.ledger):
                 self._leave(level, entry, Reason.RESET)
+        self._pump_up()
 
     # -- what tiers report --------------------------------------------------------------------------------------
 
@@ -295,10 +305,14 @@ class Hierarchy(Flow):
         for item in found:
             if item.key in level.leaving:
                 continue
-            chunk = item.chunk if item.chunk is not None else bare(item.key, item.charge_nbytes)
+            chunk = item.chunk
+            if chunk is None:
+                chunk = bare(item.key, min(item.charge_nbytes, self.levels[0].plan.slot_nbytes))
             if level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned) is not None:
                 self._emit(level, EventKind.STORED, chunk)
-        self._pump(level)
+            if item.key in level.stuck and (entry := level.ledger.get(item.key)) and entry.owned and entry.stored:
+                self._unstick(level, item.key)
+        self._pump_up(index)
 
     def refresh(self) -> None:
         """Follow shares that changed and tiers that became writable; trim. Cheap; call it between steps."""
@@ -307,16 +321,16 @@ class Hierarchy(Flow):
                 level.ledger.capacity_nbytes = level.plan.share()
             for entry in level.ledger.expired_entries():
                 self._leave(level, entry, Reason.EXPIRED)
-            self._pump(level)
+            self._retry_stuck(level)
+        self._pump_up()
 
     def set_open(self, index: int, *, is_open: bool) -> None:
         """A level's breaker: while it is not open the level answers misses and drops writes."""
         level = self.levels[index]
         level.open = is_open
-        if is_open:
-            self._pump(level)
-        else:
+        if not is_open:
             self._refuse_waiting(level, Reason.TIER_BROKEN)
+        self._pump_up(index)
 
     def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:
         """A transfer's end.

@@ -305,6 +305,8 @@ class Ledger:
             return expired
         for key in self.policy.victims():
             entry = self._index[key]
+            if entry.state is not READY:
+                continue  # its age counts from its commit, whatever the policy thinks
             if not self.expired(entry):
                 break
             if not entry.holds:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tierkv._ledger import READY, Entry, Ledger
 from tierkv.protocols import Admission, EvictionPolicy
-from tierkv.types import Chunk, ChunkKey, LevelStatistics, Reason
+from tierkv.types import Chunk, ChunkKey, LevelStatistics, Reason, Transfer
 
 
 class Writes(Enum):
@@ -59,6 +59,17 @@ class Waiting(NamedTuple):
     source_level: int
     source: Entry
     demote: bool
+    charge_nbytes: int
+    """As counted in ``queued_nbytes``: what is known of a scanned source, its length too, may change meanwhile."""
+
+
+class Flight(NamedTuple):
+    """A transfer under way, and the entries it keeps busy."""
+
+    transfer: Transfer
+    source: Entry
+    target: Entry | None
+    demote: bool = False
 
 
 @dataclass(slots=True)
@@ -87,7 +98,7 @@ class LevelBooks:
 
     __slots__ = (
         "counts", "deleting_nbytes", "demoting_nbytes", "index", "leaving", "ledger", "min_free_nbytes",
-        "name", "open", "plan", "queued_nbytes", "waiting",
+        "name", "open", "plan", "queued_nbytes", "stuck", "waiting",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan) -> None:
@@ -109,6 +120,9 @@ class LevelBooks:
         """Charges of waiting writes and of those under way."""
         self.leaving: dict[ChunkKey, Entry] = {}
         """GONE entries whose space is not free yet: until then nobody may write their key again."""
+        self.stuck: OrderedDict[ChunkKey, Entry] = OrderedDict()
+        """GONE entries whose deletion failed: still on the medium and charged, until a later write replaces them or a
+        deletion succeeds."""
         self.deleting_nbytes = 0
         """Charges whose deletion has been launched."""
         self.demoting_nbytes = 0
@@ -164,6 +178,6 @@ class LevelBooks:
         )
 
 
-def bare(key: ChunkKey, charge_nbytes: int) -> Chunk:
-    """A chunk of which only the name and size are known yet (a directory scan)."""
-    return Chunk(key, nbytes=charge_nbytes)
+def bare(key: ChunkKey, nbytes: int) -> Chunk:
+    """A chunk of which only the name is known yet, and a bound of its length (a directory scan)."""
+    return Chunk(key, nbytes=nbytes)

@@ -1,0 +1,302 @@
+"""Hierarchies of two and three levels, driven in any order, with real bytes under them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.property.rig import Flying, Held, LowerSetup, Rig, Store
+from tests.property.world import KEYS, PATHS, TOO_LARGE, ancestors
+from tierkv._hierarchy import Offer
+from tierkv._ledger import GONE, PENDING, READY, Entry
+from tierkv._level import Writes
+from tierkv.types import Chunk, ChunkKey, Reason, Status, TransferKind
+
+setups = st.builds(
+    LowerSetup,
+    writes=st.sampled_from(Writes),
+    capacity_nbytes=st.integers(4, 14).map(lambda n: n * 52),
+    policy=st.sampled_from(["lru", "lru", "fifo", "in_order", "fading"]),
+    queue_nbytes=st.sampled_from([100, 200, 1 << 20, 1 << 20]),
+    rounded=st.booleans(),
+    second_offer=st.sampled_from([False, False, False, True]),
+)
+requests = st.tuples(st.sampled_from(PATHS), st.integers(1, 4)).map(lambda drawn: drawn[0][: drawn[1]])
+key_sets = st.sets(st.sampled_from(KEYS), max_size=2)
+faults = st.sampled_from([None, None, None, None, *Status])
+
+
+class HierarchyMachine(RuleBasedStateMachine):
+    """Any legal calls in any order; :class:`Rig` proves what must hold after each."""
+
+    n_lower = 1
+    writes: Writes | None = None
+    """The same for all lower levels, or drawn."""
+
+    @initialize(
+        data=st.data(),
+        n_slots=st.integers(3, 8),
+        policy=st.sampled_from(["lru", "lru", "fifo", "in_order", "fading"]),
+        low_water=st.sampled_from([0.0, 0.1, 0.4]),
+    )
+    def begin(self, data: st.DataObject, n_slots: int, policy: str, low_water: float) -> None:
+        lowers = [data.draw(setups, label=f"level {i + 1}") for i in range(self.n_lower)]
+        if self.writes is not None:
+            lowers = [LowerSetup(self.writes, *list(vars(lower).values())[1:]) for lower in lowers]
+        self.policy = policy
+        self.guards: list[list[ChunkKey]] = []
+        self.rig = Rig(n_slots, policy, lowers, low_water)
+
+    # -- storing ------------------------------------------------------------------------------------------------
+
+    @rule(
+        parts=st.lists(requests, min_size=1, max_size=3), shielded=key_sets, huge=st.booleans(), tentative=st.booleans()
+    )
+    def offer(self, parts: list[list[Chunk]], shielded: set[ChunkKey], huge: bool, tentative: bool) -> None:
+        """Requests of several groups at once, with shared heads and keys given twice."""
+        rig = self.rig
+        chunks = [chunk for part in parts for chunk in part] + [TOO_LARGE] * huge
+        before = {entry.key: entry for entry in rig.h.primary}
+        offers = rig.call(
+            lambda h, i: h.offer(
+                chunks, shielded=shielded if not i else sorted(shielded, reverse=True), tentative=tentative
+            ),
+            keep={chunk.key for chunk in chunks} | shielded,
+        )
+        rig.stores += [Store(twins) for twins in zip(offers[0].reserved, offers[1].reserved, strict=True)]
+        self.check_offer(chunks, offers[0], before)
+        self.check_room(chunks, shielded, offers[0])
+
+    def check_offer(self, chunks: list[Chunk], offer: Offer, before: dict[ChunkKey, Entry]) -> None:
+        reserved = [entry.key for entry in offer.reserved]
+        refused = [chunk for chunk, _ in offer.refused]
+        told = [*reserved, *{entry.key for entry in offer.present}, *{chunk.key for chunk in refused}]
+        assert sorted(told) == sorted({chunk.key for chunk in chunks}), "each key has one answer"
+        assert all(entry.state is PENDING for entry in offer.reserved)
+        assert all(entry is before[entry.key] and entry.state is not GONE for entry in offer.present)
+        ends = [entry.chunk.end_token for entry in offer.reserved]
+        full = [chunk.end_token for chunk, reason in offer.refused if reason is Reason.FULL]
+        assert ends == sorted(ends)
+        assert not full or not ends or ends[-1] <= min(full), "the leading part is taken (6)"
+
+    def check_room(self, chunks: list[Chunk], shielded: set[ChunkKey], offer: Offer) -> None:
+        """No more was evicted than was needed, and nothing was refused while something idle could leave (A1)."""
+        rig = self.rig
+        if rig.h.levels[1].plan.writes is Writes.DEMOTE:
+            return
+        evicted = [event for event in rig.fresh_events if event.level == 0 and event.reason is Reason.EVICTED]
+        assert len(evicted) <= len(offer.reserved), "a refusal changes nothing (6)"
+        if any(reason is Reason.FULL for _, reason in offer.refused):
+            busy = {entry.key for entry in rig.h.primary if entry.holds or entry.state is PENDING}
+            busy |= shielded | set(rig.h.guarded)
+            kept = {up for key in busy | {chunk.key for chunk in chunks} for up in ancestors(key)}
+            assert {entry.key for entry in rig.h.primary} <= kept, "nothing idle was overlooked"
+
+    @precondition(lambda self: self.rig.stores)
+    @rule(data=st.data(), well=st.sampled_from([True, True, True, False]))
+    def store_ends(self, data: st.DataObject, well: bool) -> None:
+        """The device's copy into a slot has ended, be the chunk still wanted or not."""
+        rig = self.rig
+        store = rig.stores[data.draw(st.integers(0, len(rig.stores) - 1), label="store")]
+        if store.aborted or not well:
+            rig.abort(store, Reason.DEVICE_ERROR)
+            return
+        rig.stores.remove(store)
+        rig.fill(store, well=True)
+        rig.call(lambda h, i: h.commit_store([store.entries[i]]))
+
+    @precondition(lambda self: any(not store.aborted for store in self.rig.stores))
+    @rule(data=st.data())
+    def abort_early(self, data: st.DataObject) -> None:
+        """A store is given up while the device still writes its slot."""
+        rig = self.rig
+        running = [store for store in rig.stores if not store.aborted]
+        store = running[data.draw(st.integers(0, len(running) - 1), label="store")]
+        rig.abort(store, Reason.CANCELLED, ended=False)
+
+    @precondition(lambda self: len(self.rig.stores) > 1)
+    @rule()
+    def all_stores_end(self) -> None:
+        """One call commits all that is filled: lower levels see many writes at once."""
+        rig = self.rig
+        stores = [store for store in rig.stores if not store.aborted]
+        rig.stores = [store for store in rig.stores if store.aborted]
+        for store in stores:
+            rig.fill(store, well=True)
+        rig.call(lambda h, i: h.commit_store([store.entries[i] for store in stores]))
+
+    # -- using --------------------------------------------------------------------------------------------------
+
+    @rule(
+        chunks=requests,
+        limit=st.none() | st.integers(0, 3),
+        shielded=key_sets,
+        lease=st.booleans(),
+    )
+    def promote(self, chunks: list[Chunk], limit: int | None, shielded: set[ChunkKey], lease: bool) -> None:
+        """A request brings what it hits to the primary, perhaps under a lease."""
+        rig = self.rig
+        where = {chunk.key: rig.h.find(chunk.key) for chunk in chunks}
+        before = {entry.key for entry in rig.h.primary}
+        pairs = rig.call(
+            lambda h, i: h.promote(chunks, limit=limit, shielded=shielded if not i else sorted(shielded)[::-1]),
+            keep={chunk.key for chunk in chunks} | shielded,
+        )
+        entries = pairs[0]
+        assert [entry.key for entry in entries] == [chunk.key for chunk in chunks[: len(entries)]], "a prefix"
+        assert all(entry.state is not GONE and not rig.h.primary.expired(entry) for entry in entries)
+        reads = [transfer for transfer in rig.fresh_transfers if transfer.kind is TransferKind.PROMOTE]
+        assert limit is None or len(reads) <= limit
+        for transfer in reads:
+            key = transfer.chunk.key
+            assert key in where and transfer.source == where[key], "read from the fastest level that has it"
+        started = {transfer.chunk.key for transfer in reads}
+        for entry in entries:
+            assert entry.key in started or entry.key in before
+        if lease:
+            for twins in zip(*pairs, strict=True):
+                self.hold(twins)
+
+    def hold(self, twins: tuple[Entry, ...]) -> None:
+        pin = Held((twins[0], twins[1]), twins[0].key)
+        self.rig.held.append(pin)
+        self.rig.call(lambda h, i: h.hold(twins[i]))
+
+    @rule(chunks=requests)
+    def guard(self, chunks: list[Chunk]) -> None:
+        """A request that promotes its prefix in several goes keeps all of it where it is."""
+        keys = [chunk.key for chunk in chunks]
+        self.guards.append(keys)
+        self.rig.call(lambda h, _: h.guard(keys))
+
+    @precondition(lambda self: self.guards)
+    @rule()
+    def unguard(self) -> None:
+        keys = self.guards.pop(0)
+        self.rig.call(lambda h, _: h.unguard(keys))
+
+    @rule(chunks=requests)
+    def lease(self, chunks: list[Chunk]) -> None:
+        """A request pins what the primary has or will have, maybe for the second time."""
+        for chunk in chunks:
+            twins = self.rig.h.primary.get(chunk.key), self.rig.twin.primary.get(chunk.key)
+            if twins[0] is not None and twins[1] is not None:
+                self.hold((twins[0], twins[1]))
+
+    @precondition(lambda self: self.rig.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        rig = self.rig
+        rig.release(rig.held[data.draw(st.integers(0, len(rig.held) - 1), label="pin")])
+
+    @rule(chunks=requests)
+    def access(self, chunks: list[Chunk]) -> None:
+        self.rig.call(lambda h, _: h.access(chunks))
+
+    # -- transfers ----------------------------------------------------------------------------------------------
+
+    def pick(self, data: st.DataObject, flying: list[Flying]) -> Flying:
+        return flying[data.draw(st.integers(0, len(flying) - 1), label="transfer")]
+
+    @precondition(lambda self: self.rig.flying)
+    @rule(data=st.data(), fault=faults)
+    def transfer_ends(self, data: st.DataObject, fault: Status | None) -> None:
+        self.rig.end(self.pick(data, list(self.rig.flying.values())), fault)
+
+    @precondition(lambda self: any(not flying.past_deadline for flying in self.rig.flying.values()))
+    @rule(data=st.data())
+    def deadline_passes(self, data: st.DataObject) -> None:
+        """A transfer is given up on while its thread goes on."""
+        self.rig.miss_deadline(self.pick(data, [f for f in self.rig.flying.values() if not f.past_deadline]))
+
+    @rule()
+    def run_dry(self) -> None:
+        self.rig.run_dry()
+
+    # -- forgetting ---------------------------------------------------------------------------------------------
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))
+    def delete(self, keys: list[ChunkKey]) -> None:
+        rig = self.rig
+        lost = {(i, key) for i in range(rig.n_levels) for key in keys}
+        rig.call(lambda h, _: h.delete(keys), may_lose=lost)
+        assert all(rig.h.find(key) < 0 for key in keys)
+
+    @rule(levels=st.none() | st.sets(st.integers(0, 1), min_size=1))
+    def reset(self, levels: set[int] | None) -> None:
+        rig = self.rig
+        chosen = range(rig.n_levels) if levels is None else sorted(levels)
+        rig.call(lambda h, _: h.reset(levels), may_lose={(i, key) for i in chosen for key in KEYS})
+        assert all(not len(rig.h.levels[i].ledger) for i in chosen)
+
+    # -- what tiers do by themselves ----------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        items=st.lists(st.tuples(st.sampled_from(KEYS), st.booleans(), st.booleans()), min_size=1, max_size=4),
+    )
+    def scan(self, data: st.DataObject, items: list[tuple[ChunkKey, bool, bool]]) -> None:
+        self.rig.absorb(self.draw_level(data), items)
+
+    def draw_level(self, data: st.DataObject) -> int:
+        return data.draw(st.integers(1, self.n_lower), label="level")
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), rot=st.booleans())
+    def medium_fails(self, data: st.DataObject, key: ChunkKey, rot: bool) -> None:
+        """A file vanishes, or its bytes change, behind everybody's back."""
+        medium = self.rig.lowers[self.draw_level(data) - 1].medium
+        (medium.spoil if rot else medium.lose)(key)
+
+    @rule(data=st.data(), is_open=st.booleans())
+    def breaker(self, data: st.DataObject, is_open: bool) -> None:
+        self.rig.breaker(self.draw_level(data), is_open=is_open)
+
+    @rule(data=st.data(), writable=st.booleans())
+    def writable(self, data: st.DataObject, writable: bool) -> None:
+        """The tier's total becomes known, or not known again; the hierarchy hears of it at the next refresh."""
+        self.rig.lowers[self.draw_level(data) - 1].writable = writable
+        if writable:
+            self.refresh()
+
+    @rule(data=st.data(), n=st.integers(0, 14))
+    def share(self, data: st.DataObject, n: int) -> None:
+        """Other owners come and go, and our share of the root with them."""
+        self.rig.lowers[self.draw_level(data) - 1].share_nbytes = n * 52
+        self.refresh()
+
+    @rule()
+    def refresh(self) -> None:
+        rig = self.rig
+        rig.call(lambda h, _: h.refresh())
+        for level in rig.h.levels:
+            idle = [entry for entry in level.ledger if entry.state is READY and not entry.holds]
+            assert not any(level.ledger.expired(entry) for entry in idle), "what expired is removed"
+
+    @rule(seconds=st.sampled_from([1.0, 3.0]))
+    def tick(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig") and self.rig.whole:
+            self.rig.rest()
+
+
+@pytest.mark.timeout(300)  # a failure takes a while to shrink
+@pytest.mark.parametrize("writes", [Writes.CASCADE, Writes.DEMOTE], ids=["cascade", "demote"])
+def test_two_levels(writes: Writes) -> None:
+    """Invariants 1-3 and 6-11 hold after every step over one lower level."""
+    run_state_machine_as_test(type("Machine", (HierarchyMachine,), {"writes": writes}))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("writes", [Writes.DEMOTE, None], ids=["demote", "mixed"])
+def test_three_levels(writes: Writes | None) -> None:
+    """They hold over two lower levels too, where one level's room waits for the next one's."""
+    run_state_machine_as_test(type("Machine", (HierarchyMachine,), {"writes": writes, "n_lower": 2}))
