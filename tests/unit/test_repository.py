@@ -67,3 +67,10 @@ def test_ci_runs_the_command_that_the_readme_gives() -> None:
     assert test_commands[0] in script
     assert "set -euo pipefail" in script
     assert script.index(test_commands[0]) < script.index(".venv/bin/nox -s vllm")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """Every relative link of a page at the root names a file that is there."""
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / page).read_text())
+    assert [target for target in targets if not (ROOT / target).exists()] == []
