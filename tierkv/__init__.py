@@ -7,7 +7,8 @@ Standard library only. Policies live in :mod:`tierkv.policies`, the filesystem t
 from tierkv._lease import Lease
 from tierkv._level import Writes
 from tierkv._mover import MoverLimits
-from tierkv.cache import Level, Scope, TieredCache
+from tierkv._setup import Level
+from tierkv.cache import Scope, TieredCache
 from tierkv.errors import (
     ChunkSizeError,
     ClosedError,

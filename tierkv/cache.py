@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any, Self
@@ -18,23 +17,17 @@ from tierkv._driver import Driver
 from tierkv._hierarchy import UNSETTLED
 from tierkv._lease import Lease, Pins
 from tierkv._ledger import PENDING, READY, Entry
-from tierkv._level import LevelPlan, Writes
 from tierkv._mover import MoverLimits, padded_nbytes
 from tierkv._ports import HostPort, Port, PortJob, uncancelled
-from tierkv.errors import ClosedError, ConfigError, bad_setting
+from tierkv._setup import Level, capacities_of, chunk_nbytes_of, namespace_of, plan_of
+from tierkv.errors import ClosedError, bad_setting
 from tierkv.protocols import (
-    Admission,
-    Bounded,
-    Charging,
     Chunker,
     Clock,
-    EvictionPolicy,
-    HostTier,
     ScanTier,
     Tier,
     TierContext,
 )
-from tierkv.sizes import parse_size
 from tierkv.types import (
     Chunk,
     ChunkKey,
@@ -54,27 +47,6 @@ class Scope(Enum):
     MEMORY = auto()
     """Every level that does not outlive the process; what lies on disk is found again."""
     ALL = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """A tier with its order, size, entry rule and position. Five concerns, five places.
-
-    Args:
-        tier: the medium. The first level's must be a :class:`~tierkv.protocols.HostTier`.
-        policy: in which order chunks leave (:mod:`tierkv.policies`).
-        capacity: bytes the level may hold, as an integer or ``"8GiB"``; None leaves it to a tier with a default.
-        admission: who may enter; everybody by default.
-        writes: how chunks come from the level above; unused on the first.
-        queue: bytes that may wait for a write to this level; what comes on top is dropped and counted.
-    """
-
-    tier: Tier
-    policy: EvictionPolicy
-    capacity: int | str | None = None
-    admission: Admission | None = None
-    writes: Writes = Writes.CASCADE
-    queue: int | str = "1GiB"
 
 
 class TieredCache:
@@ -110,9 +82,9 @@ class TieredCache:
         self._levels = tuple(levels)
         self._port: Port = HostPort() if device is None else device
         self._blocks_per_chunk: int | None = None if device is None else getattr(chunker, "blocks_per_chunk", 1)
-        self._chunk_nbytes = _chunk_nbytes(chunk_nbytes, chunker, device)
-        self._namespace = _namespace(namespace, chunker)
-        self._capacities = _check_levels(self._levels)
+        self._chunk_nbytes = chunk_nbytes_of(chunk_nbytes, chunker, device)
+        self._namespace = namespace_of(namespace, chunker)
+        self._capacities = capacities_of(self._levels)
         self._on_event = on_event
         self._limits = limits or MoverLimits()
         self._clock = clock
@@ -131,7 +103,8 @@ class TieredCache:
                 opened.append(level.tier)
                 await level.tier.open(TierContext(self._chunk_nbytes, self._stride_nbytes, self._namespace, capacity))
             plans = [
-                self._plan(level, capacity) for level, capacity in zip(self._levels, self._capacities, strict=True)
+                plan_of(level, index, self._capacities[index], self._stride_nbytes)
+                for index, level in enumerate(self._levels)
             ]
         except BaseException:
             for tier in reversed(opened):
@@ -184,29 +157,6 @@ class TieredCache:
                 errors.append(error)
         if errors:
             raise ExceptionGroup("tiers failed to close", errors)
-
-    def _plan(self, level: Level, capacity_nbytes: int) -> LevelPlan:
-        tier = level.tier
-        is_primary = level is self._levels[0]
-        scan = tier if isinstance(tier, ScanTier) else None
-        share = tier.share_nbytes if isinstance(tier, Bounded) and not is_primary else None
-        plan: dict[str, Any] = {}
-        if is_primary:
-            assert isinstance(tier, HostTier)
-            plan |= {"n_slots": tier.n_slots, "slot_nbytes": self._stride_nbytes}
-        if scan is not None:
-            plan |= {"settled": scan.settled, "writable": lambda: scan.writable}
-        return LevelPlan(
-            name=tier.name,
-            capacity_nbytes=share() if share is not None else capacity_nbytes,
-            policy=level.policy,
-            admission=level.admission,
-            writes=level.writes,
-            charge=tier.charge_nbytes if isinstance(tier, Charging) else None,
-            queue_nbytes=parse_size(f"{tier.name}.queue", level.queue),
-            share=share,
-            **plan,
-        )
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -392,40 +342,3 @@ class TieredCache:
             for level in self._driver.hierarchy.levels
         ]
         return f"<TieredCache {'; '.join(parts)}>"
-
-
-def _chunk_nbytes(given: int | None, chunker: Chunker, device: Port | None) -> int:
-    nbytes = given or getattr(device, "chunk_nbytes", None) or getattr(chunker, "chunk_nbytes", None)
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise bad_setting("chunk_nbytes", nbytes, "the payload of one chunk in bytes, at least 1", 1)
-    return nbytes
-
-
-def _namespace(given: bytes | None, chunker: Chunker) -> bytes:
-    if given is not None:
-        return given
-    namespace = getattr(chunker, "namespace", None)
-    if namespace is None:
-        raise ConfigError("namespace is missing: give TieredCache one, or a chunker that has one")
-    return bytes(namespace.to_bytes())
-
-
-def _check_levels(levels: Sequence[Level]) -> list[int]:
-    """Capacities in bytes, 0 for a tier's own default. Raises ConfigError before anything is opened."""
-    if not levels:
-        raise bad_setting("levels", [], "at least one level")
-    if not isinstance(levels[0].tier, HostTier):
-        raise bad_setting("levels[0].tier", levels[0].tier, "a tier in host memory (CPUTier, MemoryTier)")
-    names = [level.tier.name for level in levels]
-    for name in names:
-        if names.count(name) > 1:
-            raise bad_setting("tier name", name, "different for each level", f"{name}2")
-    capacities = []
-    for level in levels:
-        if level.capacity is None:
-            if not isinstance(level.tier, Bounded):
-                raise bad_setting(f"{level.tier.name}.capacity", None, 'bytes, as an integer or "8GiB"')
-            capacities.append(0)
-        else:
-            capacities.append(parse_size(f"{level.tier.name}.capacity", level.capacity))
-    return capacities
