@@ -9,6 +9,7 @@ from tierkv._level import Writes
 from tierkv._mover import MoverLimits
 from tierkv._setup import Level
 from tierkv.cache import Scope, TieredCache
+from tierkv.chunkers import Namespace, PrefixChunker
 from tierkv.errors import (
     ChunkSizeError,
     ClosedError,
@@ -48,8 +49,10 @@ __all__ = (
     "LevelStatistics",
     "MemoryTier",
     "MoverLimits",
+    "Namespace",
     "Outcome",
     "PinError",
+    "PrefixChunker",
     "PrefixHit",
     "Reason",
     "Scope",
