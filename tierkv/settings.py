@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import SupportsIndex
 
 from tierkv.errors import bad_setting
 
@@ -44,7 +45,7 @@ def parse_seconds(option: str, value: object, low: float = 0.0, high: float = _L
 
 def as_integer(value: object) -> int | None:
     """``value`` as an int if it is one, or another library's integer scalar; else None, also for a bool."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
