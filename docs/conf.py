@@ -66,7 +66,15 @@ def _where_it_is_documented(
         return None
     domain = env.get_domain("py")
     name = str(node["reftarget"]).rpartition(".")[2]
-    for module in ("tierkv", "tierkv.protocols", "tierkv.types", "tierkv.errors", "tierkv.policies", "tierkv.tiers.fs"):
+    for module in (
+        "tierkv",
+        "tierkv.protocols",
+        "tierkv.types",
+        "tierkv.errors",
+        "tierkv.policies",
+        "tierkv.chunkers",
+        "tierkv.tiers.fs.FSTier",
+    ):
         entry = domain.data["objects"].get(f"{module}.{name}")
         if entry is not None:
             builder = env.app.builder
