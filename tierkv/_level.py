@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -26,8 +25,7 @@ def _always(_: ChunkKey) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class LevelPlan:
+class LevelPlan(NamedTuple):
     """What the hierarchy must know of a level. Everything here is synchronous and cheap.
 
     ``low_water`` and ``high_water`` are fractions of the capacity: when less than ``high_water`` is free, a trim makes
@@ -72,19 +70,14 @@ class Flight(NamedTuple):
     demote: bool = False
 
 
-@dataclass(slots=True)
 class Counts:
-    hits: int = 0
-    offered: int = 0
-    stored: int = 0
-    present: int = 0
-    evicted: int = 0
-    read: int = 0
-    written: int = 0
-    read_nbytes: int = 0
-    written_nbytes: int = 0
-    refused: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
+    """Counters of one level; see :class:`~tierkv.types.LevelStatistics` for what each means."""
+
+    def __init__(self) -> None:
+        self.hits = self.offered = self.stored = self.present = self.evicted = 0
+        self.read = self.written = self.read_nbytes = self.written_nbytes = 0
+        self.refused: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
 
     def refuse(self, reason: Reason, n: int = 1) -> None:
         self.refused[reason.value] += n

@@ -13,7 +13,6 @@ import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tierkv.errors import TierKVError
@@ -38,8 +37,7 @@ class Queued(NamedTuple):
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class MoverLimits:
+class MoverLimits(NamedTuple):
     """How much is under way at once. Seconds count from the moment a transfer was submitted."""
 
     deadline_s: float = 30.0
@@ -53,13 +51,15 @@ class MoverLimits:
     """How long it stays open at first; doubled with each failed trial, up to a minute."""
 
 
-@dataclass(slots=True)
 class Lane:
     """One level's reads, writes or deletions."""
 
-    level: int
-    queue: deque[Queued] = field(default_factory=deque)
-    n_running: int = 0
+    __slots__ = ("level", "n_running", "queue")
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+        self.queue: deque[Queued] = deque()
+        self.n_running = 0
 
 
 class Breaker:
@@ -108,7 +108,7 @@ class Mover:
         *,
         on_breaker: BreakerCallback | None = None,
         stride_nbytes: int,
-        limits: MoverLimits = MoverLimits(),
+        limits: MoverLimits | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._tiers = tiers
@@ -116,7 +116,7 @@ class Mover:
         self._on_done = on_done
         self._on_breaker = on_breaker
         self._stride_nbytes = stride_nbytes
-        self._limits = limits
+        self._limits = limits = limits or MoverLimits()
         self._clock = clock
         self._lanes: dict[tuple[int, TransferKind], Lane] = {}
         self._breakers = [Breaker(limits) for _ in tiers]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierkv._level import LevelPlan, Writes
 from tierkv._ports import Port
@@ -13,8 +12,7 @@ from tierkv.protocols import Admission, Bounded, Charging, Chunker, EvictionPoli
 from tierkv.sizes import parse_size
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(NamedTuple):
     """A tier with its order, size, entry rule and position. Five concerns, five places.
 
     Args:

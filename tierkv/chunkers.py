@@ -14,15 +14,13 @@ All integers are little endian, all fields but the last have a fixed length, H i
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Final
 
-from tierkv.errors import ConfigError, bad_setting
+from tierkv.errors import ConfigError, bad_setting, closest
 from tierkv.namespace import Namespace, pack
 from tierkv.settings import parse_count
 from tierkv.sizes import parse_size
@@ -39,10 +37,14 @@ _DEFAULT_BLOCKS_PER_CHUNK: Final = 8
 
 
 def _blake2b(data: bytes) -> bytes:
+    import hashlib  # noqa: PLC0415 - it loads OpenSSL, which `import tierkv` does not need
+
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
 def _sha256(data: bytes) -> bytes:
+    import hashlib  # noqa: PLC0415 - as above
+
     return hashlib.sha256(data).digest()
 
 
@@ -100,7 +102,7 @@ class PrefixChunker:
         if not isinstance(namespace, Namespace):
             raise bad_setting("namespace", namespace, "a tierkv.Namespace", 'Namespace(model="...")')
         if hash not in tuple(_HASHES):
-            nearest = difflib.get_close_matches(str(hash), list(_HASHES), n=1, cutoff=0.0)[0]
+            nearest = closest(str(hash), _HASHES)
             raise bad_setting("hash", hash, " or ".join(map(repr, _HASHES)), nearest)
         if not isinstance(partial, bool):
             raise bad_setting("partial", partial, "True or False", bool(partial))

@@ -5,7 +5,6 @@ Misses, refusals and failures of single keys are values (:class:`~tierkv.Outcome
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 
@@ -68,8 +67,16 @@ def bad_setting(option: str, value: object, allowed: str, nearest: object = None
 def unknown_setting(option: str, where: str, known: Iterable[str]) -> ConfigError:
     """One sentence for a key that nobody reads, naming the key that was probably meant."""
     names = sorted(known)
-    close = difflib.get_close_matches(option, names, n=1, cutoff=0.0)
+    near = closest(option, names)
     return ConfigError(
         f"{where} has no option {option!r}; it knows {', '.join(names)}"
-        + (f"; nearest valid option: {close[0]}" if close else "")
+        + (f"; nearest valid option: {near}" if near else "")
     )
+
+
+def closest(text: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, for a message."""
+    import difflib  # noqa: PLC0415 - loaded for a message only
+
+    near = difflib.get_close_matches(text, list(names), n=1, cutoff=0.0)
+    return near[0] if near else None

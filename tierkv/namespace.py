@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +89,8 @@ class Namespace:
     @property
     def digest(self) -> bytes:
         """32 bytes that stand for the record: BLAKE2b over :meth:`to_bytes`."""
+        import hashlib  # noqa: PLC0415 - it loads OpenSSL, which `import tierkv` does not need
+
         return hashlib.blake2b(self.to_bytes(), digest_size=32).digest()
 
     def describe(self) -> dict[str, Any]:

@@ -7,8 +7,7 @@ A protocol is frozen: a new method would be a new major version. What only some 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
@@ -16,8 +15,7 @@ Clock = Callable[[], float]
 """Seconds, monotonic. Handed in wherever time matters, so that tests own it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierContext:
+class TierContext(NamedTuple):
     """What a tier is told when it opens."""
 
     chunk_nbytes: int

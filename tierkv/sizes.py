@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 
-from tierkv.errors import ConfigError, bad_setting
+from tierkv.errors import ConfigError, bad_setting, closest
 from tierkv.settings import as_integer
 
 _PREFIXES = "KMGTPE"
@@ -61,7 +60,7 @@ def _parse_text(option: str, text: str, low: int) -> int:
     number, unit = match.groups()
     name = _BY_UPPER.get(unit.upper() or "B")
     if name is None:
-        near = _BY_UPPER[difflib.get_close_matches(unit.upper(), list(_BY_UPPER), n=1, cutoff=0.0)[0]]
+        near = _BY_UPPER[closest(unit.upper(), _BY_UPPER) or "B"]
         is_positive = number.strip("+0.") and not number.startswith("-")
         raise _refusal(option, text, low, f"{number}{near}" if is_positive else low)
     digits, _, decimals = number.partition(".")

@@ -13,9 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 
-from tierkv.cache import Level, TieredCache
+from tierkv import Level, TieredCache
 from tierkv.chunkers import Namespace, PrefixChunker
 from tierkv.cli._demo_plan import Failed, Message, Opened, Plan, Stored, Turn, to_line
 from tierkv.cli._workload import content
@@ -129,7 +128,7 @@ class Worker:
                 await asyncio.sleep(0)  # others want the loop, too
             n_served = lease.n_tokens
         by_level = _by_level(hit, len(chunks))
-        levels = [asdict(record) for record in self.cache.statistics().values()]
+        levels = [record._asdict() for record in self.cache.statistics().values()]
         _send(Turn(turn, session, len(tokens), n_served, len(chunks), nbytes, by_level, n_wrong, keys, levels))
 
     async def _find_damage(self) -> None:
