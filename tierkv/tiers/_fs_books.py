@@ -29,6 +29,7 @@ class Leaver(NamedTuple):
     namespace: str
     leaf: str
     name: str
+    owner: str
     nbytes: int
 
 
@@ -54,7 +55,7 @@ class Books:
         self._leavers_nbytes = 0
         self._writing_nbytes = 0
         self._n_scans = 0
-        self._gone: set[tuple[ChunkKey, int]] = set()
+        self._gone: set[tuple[ChunkKey, str]] = set()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -101,21 +102,21 @@ class Books:
         with self.lock:
             self._writing_nbytes -= nbytes
 
-    def end_write(self, key: ChunkKey, slot: int, nbytes: int) -> None:
+    def end_write(self, key: ChunkKey, slot: int, owner: str, nbytes: int) -> None:
         """The file has its name, and whatever this key had before is gone."""
         with self.lock:
             self._writing_nbytes -= nbytes
             self._drop(key)
             self._add(key, slot, nbytes)
-            self._gone.discard((key, slot))
+            self._gone.discard((key, owner))
 
-    def add(self, key: ChunkKey, slot: int, nbytes: int) -> Held | None:
+    def add(self, key: ChunkKey, slot: int, owner: str, nbytes: int) -> Held | None:
         """Count a file that was found. Returns what the key is held as now: an earlier file stays in charge.
 
         None if that file was removed since the scan that is under way began: it may have been listed before.
         """
         with self.lock:
-            if (key, slot) in self._gone:
+            if (key, owner) in self._gone:
                 return None
             held = self.get(key)
             if held is not None:
@@ -123,21 +124,21 @@ class Books:
             self._add(key, slot, nbytes)
             return Held(slot, nbytes)
 
-    def drop(self, key: ChunkKey) -> Held | None:
+    def drop(self, key: ChunkKey, owner: str) -> Held | None:
         """The key's file is gone. Returns what it was, None if unknown."""
         with self.lock:
             held = self._drop(key)
             if held is not None and self._n_scans:
-                self._gone.add((key, held.slot))
+                self._gone.add((key, owner))
             return held
 
-    def claim(self, key: ChunkKey, slot: int) -> bool:
+    def claim(self, key: ChunkKey, owner: str) -> bool:
         """Before a file that no record knows is removed: False if somebody found and counted it meanwhile."""
         with self.lock:
             if key in self._records:
                 return False
             if self._n_scans:
-                self._gone.add((key, slot))
+                self._gone.add((key, owner))
             return True
 
     @property

@@ -15,12 +15,12 @@ BATCH: Final = 2_000
 
 
 class Listed(NamedTuple):
-    """One file of ours in our namespace, as the scan found it."""
+    """One file of ours, or of a dead owner, in our namespace, as the scan found it."""
 
     order: float
     """Coldest first; comparable within one scan."""
     key: ChunkKey
-    slot: int
+    owner: str
     nbytes: int
     chunk: Chunk | None
 

@@ -139,8 +139,19 @@ def save_index(root_fd: int, owner: str, data: bytes) -> None:
         raise
 
 
-def take_index(root_fd: int, owner: str, digest: bytes) -> Index | None:
-    """Read an owner's index and remove it. None if there is none; raises BadIndexError if there is one of no use."""
+def index_nbytes(root_fd: int, owner: str) -> int:
+    """What an owner's index occupies, 0 if there is none."""
+    try:
+        return padded_nbytes(os.stat(f"owner-{owner}.index", dir_fd=root_fd, follow_symlinks=False).st_size)
+    except FileNotFoundError:
+        return 0
+
+
+def read_index(root_fd: int, owner: str, digest: bytes, *, remove: bool) -> Index | None:
+    """Read a dead owner's index, and as a rule remove it: it may not outlive the next change of a file.
+
+    None if there is none; raises BadIndexError if there is one of no use.
+    """
     name = f"owner-{owner}.index"
     unlink_quietly(name + ".part", root_fd)
     try:
@@ -148,7 +159,8 @@ def take_index(root_fd: int, owner: str, digest: bytes) -> Index | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        unlink_quietly(name, root_fd)
+        if remove:
+            unlink_quietly(name, root_fd)
         raise BadIndexError(str(error)) from None
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -159,4 +171,5 @@ def take_index(root_fd: int, owner: str, digest: bytes) -> Index | None:
         raise BadIndexError(str(error)) from None
     finally:
         os.close(fd)
-        unlink_quietly(name, root_fd)
+        if remove:
+            unlink_quietly(name, root_fd)

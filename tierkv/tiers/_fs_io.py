@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import stat
@@ -33,6 +34,8 @@ from tierkv.tiers._fs_format import (
 )
 from tierkv.types import Chunk, ChunkKey
 
+_log = logging.getLogger(__name__)
+
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -41,12 +44,20 @@ TOUCH_AFTER_S: Final = 60.0
 _ZEROS: Final = memoryview(bytes(64 * 1024))
 
 
-class CorruptFileError(Exception):
-    """What lies at a chunk's path is not that chunk. ``inode`` tells it from one that replaced it meanwhile."""
+Identity = tuple[int, int]
+"""Inode and time of last change: tells a file from one that replaced it, whose inode may be the same."""
 
-    def __init__(self, why: str, inode: int) -> None:
+
+def identity_of(found: os.stat_result) -> Identity:
+    return (found.st_ino, found.st_mtime_ns)
+
+
+class CorruptFileError(Exception):
+    """What lies at a chunk's path is not that chunk. ``identity`` tells it from one that replaced it meanwhile."""
+
+    def __init__(self, why: str, found: os.stat_result) -> None:
         super().__init__(why)
-        self.inode = inode
+        self.identity = identity_of(found)
 
 
 class NotRegularError(Exception):
@@ -177,8 +188,8 @@ class ChunkFiles:
             os.close(leaf_fd)
         return found if stat.S_ISREG(found.st_mode) and is_whole(found.st_size) else None
 
-    def remove(self, key: ChunkKey, owner: str, *, inode: int | None = None) -> bool:
-        """Remove the key's file; False if it was gone already. With ``inode``, only that very file.
+    def remove(self, key: ChunkKey, owner: str, *, identity: Identity | None = None) -> bool:
+        """Remove the key's file; False if it was gone already. With ``identity``, only that very file.
 
         A link or FIFO at the path is removed itself, never what it points to; a directory stays and raises OSError.
         """
@@ -188,8 +199,10 @@ class ChunkFiles:
         except (FileNotFoundError, NotRegularError):
             return False
         try:
-            if inode is not None and os.stat(name, dir_fd=leaf_fd, follow_symlinks=False).st_ino != inode:
-                return False
+            if identity is not None:
+                found = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
+                if identity_of(found) != identity:
+                    return False
             os.unlink(name, dir_fd=leaf_fd)
         except FileNotFoundError:
             return False
@@ -261,39 +274,39 @@ class ChunkFiles:
         if not stat.S_ISREG(found.st_mode):
             raise NotRegularError("not a regular file")
         if not is_whole(found.st_size):
-            raise CorruptFileError(f"{found.st_size} bytes are no whole chunk", found.st_ino)
+            raise CorruptFileError(f"{found.st_size} bytes are no whole chunk", found)
         payload_nbytes = found.st_size - HEADER_NBYTES
         # Whole pages go straight into the buffer; the last one through scratch if the buffer has no room for its zeros.
         straight_nbytes = min(payload_nbytes, len(buffer) & -PAGE_NBYTES)
         parts = [scratch.header, buffer[:straight_nbytes]]
         if straight_nbytes < payload_nbytes:
             parts.append(scratch.tail)
-        self._pread_all(fd, parts, found.st_ino)
-        header = self._identified(key, scratch.header, payload_nbytes, found.st_ino)
+        self._pread_all(fd, parts, found)
+        header = self._identified(key, scratch.header, payload_nbytes, found)
         nbytes = header.chunk.nbytes
         if nbytes > len(buffer):
             raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
         if nbytes > straight_nbytes:
             buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
         if checksum(buffer[:nbytes]) != header.checksum:
-            raise CorruptFileError("payload checksum", found.st_ino)
+            raise CorruptFileError("payload checksum", found)
         zero(buffer, nbytes)
         if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:
             os.utime(fd)
         return header
 
-    def _identified(self, key: ChunkKey, page: memoryview, payload_nbytes: int, inode: int) -> Header:
+    def _identified(self, key: ChunkKey, page: memoryview, payload_nbytes: int, found: os.stat_result) -> Header:
         try:
             header = unpack_header(page)
         except BadHeaderError as error:
-            raise CorruptFileError(str(error), inode) from None
+            raise CorruptFileError(str(error), found) from None
         if header.chunk.key != key or header.namespace_digest != self._digest:
-            raise CorruptFileError("another chunk's file", inode)
+            raise CorruptFileError("another chunk's file", found)
         if padded_nbytes(header.chunk.nbytes) != payload_nbytes:
-            raise CorruptFileError("length differs from the header's", inode)
+            raise CorruptFileError("length differs from the header's", found)
         return header
 
-    def _pread_all(self, fd: int, parts: list[memoryview], inode: int) -> None:
+    def _pread_all(self, fd: int, parts: list[memoryview], found: os.stat_result) -> None:
         total = sum(map(len, parts))
         if self._direct:
             try:
@@ -304,12 +317,13 @@ class ChunkFiles:
                     raise
             self._leave_direct(fd)
         if os.preadv(fd, parts, 0) != total:
-            raise CorruptFileError("the file ends short", inode)
+            raise CorruptFileError("the file ends short", found)
 
     def _leave_direct(self, fd: int) -> None:
         """Let this one descriptor go through the page cache: its memory is not aligned for O_DIRECT."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
-        self._tally.add("buffered")
+        if self._tally.add("buffered") == 1:
+            _log.warning("memory that is not aligned to %d bytes: its chunks go through the page cache", PAGE_NBYTES)
 
 
 def direct_works(name: str, dir_fd: int) -> bool:

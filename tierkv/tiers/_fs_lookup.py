@@ -8,7 +8,7 @@ from typing import Final
 from tierkv.protocols import Clock
 from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_format import leaf_of
-from tierkv.tiers._fs_io import ChunkFiles, Tally
+from tierkv.tiers._fs_io import ChunkFiles, Identity, Tally, identity_of
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_scan import Scanner
 from tierkv.types import ChunkKey, Found
@@ -35,7 +35,7 @@ class Lookups:
         self._tally = tally
         self._clock = clock
         self._absent: dict[ChunkKey, float] = {}
-        self._shunned: dict[tuple[ChunkKey, str], int] = {}
+        self._shunned: dict[tuple[ChunkKey, str], Identity] = {}
 
     def settled(self, key: ChunkKey) -> bool:
         """True if a key that the ledger does not know is surely absent, or was so within the last second."""
@@ -61,23 +61,23 @@ class Lookups:
         """The key was written: forget that it was absent."""
         self._absent.pop(key, None)
 
-    def shun(self, key: ChunkKey, owner: str, inode: int) -> None:
+    def shun(self, key: ChunkKey, owner: str, identity: Identity) -> None:
         """A foreign file proved to be corrupt. It is not ours to remove, and must not be offered again."""
         if len(self._shunned) >= _MOST_SHUNNED:
             self._shunned.clear()
-        self._shunned[key, owner] = inode
+        self._shunned[key, owner] = identity
 
     def _probe_one(self, key: ChunkKey) -> Found | None:
         for owner in self.owners_of(key):
             found = self._files.look(key, owner)
             slot = self._seat.slot_of(owner)
             if found is None:
-                if slot is not None and self._books.drop(key) is not None:
+                if slot is not None and self._books.drop(key, owner) is not None:
                     self._tally.add("vanished")
             elif slot is None:
-                if self._shunned.get((key, owner)) != found.st_ino:
+                if self._shunned.get((key, owner)) != identity_of(found):
                     return Found(key, found.st_size, owned=False)
-            elif self._books.add(key, slot, found.st_size) is not None:
+            elif self._books.add(key, slot, owner, found.st_size) is not None:
                 return Found(key, found.st_size)
         self._remember_absent(key)
         return None

@@ -21,7 +21,6 @@ from tierkv.tiers._fs_format import (
     charge_nbytes,
     namespace_digest,
     padded_nbytes,
-    parse_file_name,
 )
 from tierkv.tiers._fs_index import Index, IndexEntry, index_room_nbytes, pack_index, save_index
 from tierkv.tiers._fs_io import ChunkFiles, NotRegularError, Tally, direct_works, make_directory
@@ -108,7 +107,10 @@ class Mount:
         self._digest = namespace_digest(ctx.namespace)
         self._min_free_nbytes = self._decide_min_free()
         self._stop = threading.Event()
-        self._seat = Seat(name, root_fd, self._digest.hex(), self.books, self.spare_nbytes)
+        self._seat = Seat(
+            name, root_fd, namespace=self._digest.hex(), books=self.books, spare_nbytes=self.spare_nbytes,
+            clock=wishes.clock,
+        )  # fmt: skip
         self._namespace_fd = self._take_seat()
         direct = direct_works(f"owner-{self._seat.id}.lock", root_fd)
         if not direct:
@@ -116,7 +118,8 @@ class Mount:
         files = ChunkFiles(self._namespace_fd, self._digest, direct=direct, durable=wishes.durable, tally=self._tally)
         self.scanner = Scanner(
             name, root_fd, digest=self._digest, files=files, books=self.books, seat=self._seat, feed=self.feed,
-            tally=self._tally, gate=wishes.gate,
+            tally=self._tally, gate=wishes.gate, refresh=self.beat,
+            index_room_nbytes=self._index_room_nbytes,
         )  # fmt: skip
         self.lookups = Lookups(
             files=files, books=self.books, seat=self._seat, scanner=self.scanner, tally=self._tally, clock=wishes.clock
@@ -146,7 +149,8 @@ class Mount:
         Args:
             order: chunks coldest first, as the ledger knows them; None if it never said.
         """
-        self._keeper.join()
+        if self._keeper.ident is not None:  # an open that was cancelled never started it
+            self._keeper.join()
         self._scan_lane.wait_idle()
         self._scan_lane.close()
         try:
@@ -271,8 +275,7 @@ class Mount:
         books = self.books
         if books.is_scanning:
             return lambda _owner: True
-        owners = {self._seat.ids[slot] for slot in books.slots()}
-        owners |= {parsed.owner for item in books.leavers if (parsed := parse_file_name(item.name)) is not None}
+        owners = {self._seat.ids[slot] for slot in books.slots()} | {leaver.owner for leaver in books.leavers}
         return owners.__contains__
 
 

@@ -11,10 +11,11 @@ from typing import Final
 from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
 from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_format import charge_nbytes, fits_a_header
-from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, NotRegularError, Scratch, ScratchRing, Tally
+from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, Identity, NotRegularError, Scratch, ScratchRing, Tally
+from tierkv.tiers._fs_list import remove_leaver
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_scan import Scanner, remove_leaver
+from tierkv.tiers._fs_scan import Scanner
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
 _log = logging.getLogger(__name__)
@@ -81,10 +82,10 @@ class Operations:
             try:
                 self._files.read(key, _as_bytes(buffer), owner, scratch, touch=ours)
             except FileNotFoundError:
-                self._forget(key, "vanished", ours=ours)
+                self._forget(key, owner, "vanished")
             except NotRegularError:
                 self._put_away(key, owner, None)
-                self._forget(key, "not_regular", ours=ours)
+                self._forget(key, owner, "not_regular")
             except CorruptFileError as error:
                 return self._corrupt(key, owner, error)
             except (ChunkSizeError, OSError) as error:
@@ -105,7 +106,8 @@ class Operations:
         if refusal is not None:
             return Outcome(key, Status.REFUSED, refusal)
         try:
-            self._files.write(chunk, _as_bytes(buffer), self._seat.id, scratch)
+            owner = self._seat.id
+            self._files.write(chunk, _as_bytes(buffer), owner, scratch)
         except OSError as error:
             self._books.abort_write(charge)
             if error.errno in _NO_SPACE:
@@ -114,10 +116,12 @@ class Operations:
             self._tally.add("failed_writes")
             cause = _because(TierWriteError, self._name, key, error)
             return Outcome(key, Status.FAILED, Reason.TIER_ERROR, cause)
+        slot = self._seat.slot_of(owner)
+        assert slot is not None
         held = self._books.get(key)
-        if held is not None and held.slot != 0:
+        if held is not None and held.slot != slot:
             self._put_away(key, self._seat.ids[held.slot], None)  # its earlier copy, from a dead owner
-        self._books.end_write(key, 0, charge)
+        self._books.end_write(key, slot, owner, charge)
         self._lookups.found(key)
         return Outcome(key, Status.OK)
 
@@ -146,11 +150,10 @@ class Operations:
 
     def _delete(self, key: ChunkKey) -> None:
         for owner in self._lookups.owners_of(key):
-            slot = self._seat.slot_of(owner)
-            if slot is None:
+            if self._seat.slot_of(owner) is None:
                 continue  # another owner's: we forget it, that owner keeps it
             known = self._books.get(key) is not None
-            if not known and not self._books.claim(key, slot):
+            if not known and not self._books.claim(key, owner):
                 continue
             try:
                 removed = self._files.remove(key, owner)
@@ -159,7 +162,7 @@ class Operations:
                 _log.warning("%s: cannot remove a chunk file: %s", self._name, error)
                 continue
             if known:
-                self._books.drop(key)
+                self._books.drop(key, owner)
                 self._tally.add("deleted" if removed else "vanished")
 
     def _corrupt(self, key: ChunkKey, owner: str, error: CorruptFileError) -> Outcome:
@@ -167,25 +170,25 @@ class Operations:
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ... : a dying disk must not fill the log too
             _log.warning("%s: corrupt chunk file (%s); %d so far", self._name, error, count)
         if self._seat.slot_of(owner) is None:
-            self._lookups.shun(key, owner, error.inode)
-        elif self._put_away(key, owner, error.inode):
-            self._books.drop(key)
+            self._lookups.shun(key, owner, error.identity)
+        elif self._put_away(key, owner, error.identity):
+            self._books.drop(key, owner)
         cause = CorruptChunkError(self._name, str(error), [key])
         return Outcome(key, Status.CORRUPT, Reason.CORRUPT, cause)
 
-    def _put_away(self, key: ChunkKey, owner: str, inode: int | None) -> bool:
+    def _put_away(self, key: ChunkKey, owner: str, identity: Identity | None) -> bool:
         """Remove what lies at a path of ours; False if it was not that file or could not be removed."""
         if self._seat.slot_of(owner) is None:
             return False
         try:
-            self._files.remove(key, owner, inode=inode)
+            self._files.remove(key, owner, identity=identity)
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, error)
             return False
         return True
 
-    def _forget(self, key: ChunkKey, why: str, *, ours: bool) -> None:
-        if ours and self._books.drop(key) is not None:
+    def _forget(self, key: ChunkKey, owner: str, why: str) -> None:
+        if self._seat.slot_of(owner) is not None and self._books.drop(key, owner) is not None:
             self._tally.add(why)
 
 

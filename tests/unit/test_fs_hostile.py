@@ -1,0 +1,348 @@
+"""What lies on the disk is not what was written: each case is a miss, counted, and never a wrong byte."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fs_kit import (
+    CHARGE,
+    LONGEST,
+    NAMESPACE,
+    PAGE,
+    chunk_of,
+    context,
+    fetch,
+    files_under,
+    first_batches,
+    key_of,
+    opened,
+    path_of,
+    read,
+    recount,
+    slots,
+    store,
+)
+from tierkv.errors import CorruptChunkError, TierError
+from tierkv.tiers._fs_format import leaf_of, namespace_digest
+from tierkv.tiers.fs import FSTier
+from tierkv.types import Status
+
+OK, MISSING, CORRUPT = Status.OK, Status.MISSING, Status.CORRUPT
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def flip(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 0x10
+        path.write_bytes(data)
+
+    damage.__name__ = f"flip_{at}"
+    return damage
+
+
+def cut(nbytes: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        os.truncate(path, nbytes if nbytes >= 0 else path.stat().st_size + nbytes)
+
+    damage.__name__ = f"cut_{nbytes}"
+    return damage
+
+
+def append_a_page(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(PAGE))
+
+
+def triple(path: Path) -> None:
+    path.write_bytes(path.read_bytes() * 3)
+
+
+def put_a_pickle_there(path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+            return os.mkdir, (str(path.parent / "exploded"),)
+
+    path.write_bytes(pickle.dumps(Bomb()).ljust(CHARGE, b"\0"))
+
+
+def zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+DAMAGES = [
+    flip(0), flip(20), flip(90), flip(PAGE - 1), flip(PAGE), flip(PAGE + LONGEST - 1), cut(0), cut(1), cut(100), cut(PAGE), cut(-1),
+    cut(-PAGE), append_a_page, triple, put_a_pickle_there, zeros,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("restart", [False, True])
+async def test_damage_is_a_miss_and_heals(root: Path, damage: Callable[[Path], None], restart: bool) -> None:
+    """Bits, lengths, contents: the chunk is gone and counted, its neighbours are kept, the next store serves again.
+
+    https://github.com/vllm-project/vllm/issues/54363 https://github.com/vllm-project/vllm/issues/49176
+    """
+    async with opened(root) as tier:
+        await store(tier, chunk_of(0), chunk_of(1), chunk_of(2))
+        path = path_of(root, key_of(1), tier)
+        if not restart:
+            damage(path)
+            await _expect_healed(tier, path)
+    if restart:
+        damage(path)
+        async with opened(root) as tier:
+            await _expect_healed(tier, path)
+    assert not (path.parent / "exploded").exists()
+
+
+async def _expect_healed(tier: FSTier, path: Path) -> None:
+    statuses = await fetch(tier, chunk_of(0), chunk_of(1), chunk_of(2))
+    assert statuses[0] is OK and statuses[2] is OK and statuses[1] in (CORRUPT, MISSING)
+    assert not path.exists()
+    assert tier.counters()["corrupt"] == 1
+    assert tier.usage()["chunks_nbytes"] == 2 * CHARGE
+    assert list(await tier.contains([key_of(1)])) == [False]
+    await store(tier, chunk_of(1))
+    assert await fetch(tier, chunk_of(1)) == [OK]
+
+
+async def test_a_corrupt_chunk_says_why(root: Path) -> None:
+    """The outcome carries the error with tier and key."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        flip(PAGE)(path_of(root, key_of(1), tier))
+        (outcome,) = await tier.read([(key_of(1), slots(1)[0])])
+        assert isinstance(outcome.error, CorruptChunkError) and outcome.error.keys == (key_of(1),)
+        assert "payload checksum" in str(outcome.error)
+
+
+async def test_a_flipped_bit_in_the_padding_is_not_delivered(root: Path) -> None:
+    """Bytes behind the payload are zero in the slot whatever the file says."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        flip(PAGE + LONGEST)(path_of(root, key_of(1), tier))
+        assert await fetch(tier, chunk_of(1)) == [OK]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_two_swapped_files_are_two_misses(root: Path, restart: bool) -> None:
+    """Right length, right checksum, wrong key."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1), chunk_of(2))
+        one, two = (path_of(root, key_of(i), tier) for i in (1, 2))
+        swap = root / "swap"
+        for source, target in ((one, swap), (two, one), (swap, two)):
+            source.rename(target)
+        if not restart:
+            assert await fetch(tier, chunk_of(1), chunk_of(2)) == [CORRUPT] * 2
+    async with opened(root) as tier:
+        if restart:
+            assert await fetch(tier, chunk_of(1), chunk_of(2)) == [CORRUPT] * 2
+        assert await fetch(tier, chunk_of(1), chunk_of(2)) == [MISSING] * 2
+        assert not one.exists() and not two.exists()
+
+
+async def test_another_namespaces_file_under_our_path_is_a_miss(root: Path) -> None:
+    """Same key, same length, whole file, other model: the digest in the header decides."""
+    async with opened(root, ctx=context(namespace=b"other")) as tier:
+        await store(tier, chunk_of(1))
+        theirs = path_of(root, key_of(1), tier, b"other")
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        shutil.copyfile(theirs, path_of(root, key_of(1), tier))
+        assert await fetch(tier, chunk_of(1)) == [CORRUPT]
+        assert tier.counters()["corrupt"] == 1
+
+
+def fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to_a_chunk(path: Path, other: Path) -> None:
+    path.symlink_to(other)
+
+
+def dangling_link(path: Path, _: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def unix_socket(path: Path, _: Path) -> None:
+    here = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:  # a name of more than 107 bytes cannot be bound: bind and rename
+            sock.bind(f"/proc/self/fd/{here}/s")
+    finally:
+        os.close(here)
+    (path.parent / "s").rename(path)
+
+
+def device(path: Path, _: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero
+    except PermissionError:
+        pytest.skip("device files need privileges")
+
+
+def directory(path: Path, _: Path) -> None:
+    path.mkdir()
+
+
+PLANTS = [fifo, link_to_a_chunk, dangling_link, unix_socket, device, directory]
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("restart", [False, True])
+async def test_what_is_no_file_is_a_miss_and_is_not_followed(
+    root: Path, plant: Callable[[Path, Path], None], restart: bool
+) -> None:
+    """At a chunk's path: never opened through, never waited for, its target untouched; a store replaces it."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1), chunk_of(2))
+        path, other = (path_of(root, key_of(i), tier) for i in (1, 2))
+        if not restart:
+            path.unlink()
+            plant(path, other)
+            await _expect_miss(tier, plant)
+    if restart:
+        path.unlink()
+        plant(path, other)
+        async with opened(root) as tier:
+            await _expect_miss(tier, plant)
+
+
+async def _expect_miss(tier: FSTier, plant: Callable[[Path, Path], None]) -> None:
+    assert await fetch(tier, chunk_of(1), chunk_of(2)) == [MISSING, OK]
+    assert tier.counters()["not_regular"] == 1
+    assert tier.usage()["chunks_nbytes"] == CHARGE
+    if plant is not directory:  # which may hold something: it stays, and is in the way
+        await store(tier, chunk_of(1))
+        assert await fetch(tier, chunk_of(1)) == [OK]
+
+
+async def test_planted_unfinished_names_do_not_lead_writes_astray(root: Path, tmp_path: Path) -> None:
+    """A link at the name that a write starts with is replaced, not written through."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        path = path_of(root, key_of(1), tier)
+        for plant in (lambda p: p.symlink_to(victim), lambda p: p.symlink_to(tmp_path / "new"), os.mkfifo):
+            plant(path.with_name(path.name + ".part"))
+            await store(tier, chunk_of(1))
+            assert await fetch(tier, chunk_of(1)) == [OK]
+    assert victim.read_bytes() == b"precious" and not (tmp_path / "new").exists()
+
+
+async def test_a_linked_directory_is_not_followed(root: Path, tmp_path: Path) -> None:
+    """A leaf or namespace that is a link elsewhere: misses and failed writes, and nothing changes over there."""
+    elsewhere = tmp_path / "elsewhere"
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        leaf = path_of(root, key_of(1), tier).parent
+        shutil.move(leaf, elsewhere)
+        before = [(p, p.read_bytes()) for p in files_under(elsewhere)]
+        leaf.symlink_to(elsewhere)
+        statuses, _ = await read(tier, key_of(1))
+        assert statuses == [MISSING]
+        (outcome,) = await tier.write([(chunk_of(1), slots(1)[0])])
+        assert outcome.status is Status.FAILED
+        await tier.delete([key_of(1)])
+    async with opened(root) as tier:
+        assert await first_batches(tier) == []
+    assert [(p, p.read_bytes()) for p in files_under(elsewhere)] == before
+    namespace = root / namespace_digest(NAMESPACE).hex()
+    shutil.rmtree(namespace)
+    namespace.symlink_to(elsewhere)
+    with pytest.raises(TierError, match="namespace"):
+        await FSTier(root, capacity="1MiB").open(context())
+    assert [(p, p.read_bytes()) for p in files_under(elsewhere)] == before
+
+
+async def test_the_root_may_be_a_link(root: Path, tmp_path: Path) -> None:
+    """Resolved once, at open: where an operator mounts the disk is his business."""
+    (tmp_path / "disk").mkdir()
+    root.symlink_to(tmp_path / "disk")
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        assert await fetch(tier, chunk_of(1)) == [OK]
+    assert files_under(tmp_path / "disk")
+
+
+async def test_foreign_files_are_neither_counted_nor_touched(root: Path) -> None:
+    """Files, directories and links that we did not name survive everything, a trim to the minimum included."""
+    async with opened(root) as tier:
+        await store(tier, *(chunk_of(i) for i in range(10)))
+        leaf = path_of(root, key_of(1), tier).parent
+    foreign = [
+        root / "notes.txt",
+        root / "owner-zz.lock",
+        leaf / "notes.txt",
+        leaf / "00.tmp",
+        leaf.parent / "x",
+        root / "d" / "f",
+    ]
+    foreign[-1].parent.mkdir()
+    for path in foreign:
+        path.write_bytes(b"x" * 100_000)
+    (root / "link").symlink_to(root / "notes.txt")
+    async with opened(root, n_chunks=1) as tier:
+        (found,) = await first_batches(tier)
+        assert tier.usage()["chunks_nbytes"] == CHARGE
+        await tier.delete([found.key])
+        await store(tier, chunk_of(11))
+    assert all(path.read_bytes() == b"x" * 100_000 for path in foreign) and (root / "link").is_symlink()
+
+
+async def test_files_that_vanish_are_counted_and_their_bytes_come_back(root: Path) -> None:
+    """Somebody removes half of the files: reads miss, deletes succeed, storing goes on up to the capacity.
+
+    https://github.com/LMCache/LMCache/issues/1981
+    """
+    async with opened(root, n_chunks=8) as tier:
+        await store(tier, *(chunk_of(i) for i in range(8)))
+        for i in range(4):
+            path_of(root, key_of(i), tier).unlink()
+        assert await fetch(tier, chunk_of(0), chunk_of(1)) == [MISSING] * 2
+        await tier.delete([key_of(2)])
+        assert (await tier.probe([key_of(3)]))[0] is None
+        assert tier.counters()["vanished"] == 4
+        await store(tier, *(chunk_of(i) for i in range(8, 12)))
+        assert recount(root) <= tier.usage()["used_nbytes"] <= tier.usage()["capacity_nbytes"]
+
+
+async def test_the_whole_root_vanishes(root: Path) -> None:
+    """An operator removes everything under a running tier: misses and failures, no exception, and close works."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        shutil.rmtree(root)
+        assert await fetch(tier, chunk_of(1)) == [MISSING]
+        (outcome,) = await tier.write([(chunk_of(2), slots(1)[0])])
+        assert outcome.status is Status.FAILED
+        await tier.delete([key_of(1)])
+
+
+async def test_a_chunk_moved_to_another_leaf_is_put_away_by_the_scan(root: Path) -> None:
+    """No lookup would ever find it, and its bytes would count for ever."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        path = path_of(root, key_of(1), tier)
+    other = path.parent.with_name("00" if leaf_of(key_of(1)) != "00" else "01")
+    other.mkdir(exist_ok=True)
+    moved = other / path.name
+    path.rename(moved)
+    async with opened(root) as tier:
+        assert await first_batches(tier) == []
+        assert tier.counters()["corrupt"] == 1
+    assert not moved.exists()

@@ -1,0 +1,123 @@
+"""Lanes: own daemon threads behind asyncio futures."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tierkv._threads import Lane
+
+
+@pytest.fixture
+def lane() -> Iterator[Lane]:
+    made = Lane("tierkv-test", 3)
+    yield made
+    made.close()
+
+
+async def test_run_returns_results_and_raises_what_the_call_raised(lane: Lane) -> None:
+    """A future takes the result or the exception of its call."""
+    assert await lane.run(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await lane.run(divmod, 7, 0)
+
+
+async def test_threads_start_only_as_work_needs_them(lane: Lane) -> None:
+    """A lane costs nothing until it is used, and never more threads than it was given."""
+    assert lane._n_started == 0
+    await lane.run(int)
+    await lane.run(int)
+    assert lane._n_started == 1
+    gate = threading.Event()
+    futures = [lane.run(gate.wait) for _ in range(10)]
+    assert lane._n_started == 3
+    gate.set()
+    assert all(await asyncio.gather(*futures))
+
+
+async def test_spread_gives_each_index_to_one_worker(lane: Lane) -> None:
+    """Every index is taken once, whatever the number of workers; one hop a worker."""
+    taken: list[int] = []
+    hops: list[int] = []
+    barrier = threading.Barrier(3)
+
+    def worker(indices: Iterator[int]) -> None:
+        barrier.wait(10)
+        hops.append(1)
+        taken.extend(indices)
+
+    await lane.spread(worker, 1_000, 8)
+    assert sorted(taken) == list(range(1_000))
+    assert len(hops) == 3
+
+
+async def test_spread_waits_for_all_workers_before_it_raises(lane: Lane) -> None:
+    """A failed worker does not end the call while another still touches the caller's buffers."""
+    release, ended = threading.Event(), threading.Event()
+
+    def worker(indices: Iterator[int]) -> None:
+        if next(indices) == 0:
+            raise OSError("boom")
+        release.wait(10)
+        ended.set()
+
+    future = lane.spread(worker, 2, 2)
+    assert not future.done()
+    release.set()
+    with pytest.raises(OSError, match="boom"):
+        await future
+    assert ended.is_set()
+
+
+async def test_a_cancelled_wait_leaves_the_call_running(lane: Lane) -> None:
+    """Cancelling stops the waiting only; the thread goes on and its result is dropped."""
+    started, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def call() -> None:
+        started.set()
+        release.wait(10)
+        ended.set()
+
+    future = lane.run(call)
+    await asyncio.to_thread(started.wait, 10)
+    future.cancel()
+    release.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+    assert await lane.run(int) == 0
+
+
+async def test_wait_idle_and_close(lane: Lane) -> None:
+    """``wait_idle`` blocks until the last call has returned; a closed lane takes no more work."""
+    gate = threading.Event()
+    future = lane.run(gate.wait)
+    assert not lane.wait_idle(0.01)
+    gate.set()
+    assert await asyncio.to_thread(lane.wait_idle, 10)
+    await future
+    lane.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        lane.run(int)
+
+
+def test_posted_errors_are_logged(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for a posted call, so its exception goes to the log."""
+    lane.post(divmod, 1, 0)
+    assert lane.wait_idle(10)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_hung_call_does_not_hold_up_the_exit_of_the_process() -> None:
+    """The reason why these are not concurrent.futures threads: those are joined at exit."""
+    code = (
+        "import asyncio, threading\n"
+        "from tierkv._threads import Lane\n"
+        "async def main():\n"
+        "    Lane('tierkv-hung', 1).run(threading.Event().wait)\n"
+        "asyncio.run(main())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=20, check=False).returncode == 0

@@ -1,0 +1,159 @@
+"""Directories of a root: what lies in them, and what the index says about it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from tierkv.tiers._fs_books import Leaver
+from tierkv.tiers._fs_feed import Listed
+from tierkv.tiers._fs_format import FileName, file_name, is_namespace_dir, leaf_of, padded_nbytes, parse_file_name
+from tierkv.tiers._fs_index import Index
+from tierkv.tiers._fs_io import NotRegularError, Tally, is_whole, open_directory, unlink_quietly
+from tierkv.tiers._fs_owners import Seat
+from tierkv.types import Chunk, ChunkKey
+
+_LAST_INDEXED: Final = 2.0
+"""Order of files: indexed ones by their place in it, from 1 to 2; the others by their time, after those."""
+
+
+class Hints:
+    """What the indexes say, by leaf."""
+
+    def __init__(self, indexes: Sequence[Index], owners: Sequence[str]) -> None:
+        self._by_leaf: dict[str, list[Listed]] = {}
+        self._chunks: dict[ChunkKey, tuple[float, Chunk]] = {}
+        for index in indexes:
+            step = 1.0 / max(1, len(index.entries))
+            for place, (owner, nbytes, chunk) in enumerate(index.entries):
+                order = 1.0 + place * step
+                self._chunks[chunk.key] = (order, chunk)
+                if owner in owners:
+                    listed = Listed(order, chunk.key, owner, nbytes, chunk)
+                    self._by_leaf.setdefault(leaf_of(chunk.key), []).append(listed)
+
+    def of(self, leaf: str) -> list[Listed]:
+        return self._by_leaf.get(leaf, [])
+
+    def about(self, key: ChunkKey, mtime_ns: int) -> tuple[float, Chunk | None]:
+        """(order, record) of a file that was listed."""
+        known = self._chunks.get(key)
+        return known if known is not None else (_LAST_INDEXED + mtime_ns * 1e-9, None)
+
+
+class Lister:
+    """Goes through one directory and puts away what is unfinished or broken. Touches only files with our ids."""
+
+    def __init__(self, seat: Seat, tally: Tally, owners: set[str], *, adopt_orphans: bool) -> None:
+        self._seat = seat
+        self._tally = tally
+        self._owners = owners
+        self._adopt_orphans = adopt_orphans
+        self._known = {*owners, *seat.held_ids(), *seat.foreign_ids}
+
+    def chunks(self, leaf: str, leaf_fd: int, hints: Hints) -> list[Listed]:
+        """Whole files of ours in a leaf of our namespace, one a key."""
+        best: dict[ChunkKey, Listed] = {}
+        for name, parsed, found in self._ours(leaf_fd):
+            if leaf_of(parsed.key) != leaf:
+                self._tally.add("corrupt")  # moved here by hand: no lookup would ever find it
+                unlink_quietly(name, leaf_fd)
+                continue
+            order, chunk = hints.about(parsed.key, found.st_mtime_ns)
+            item = Listed(order, parsed.key, parsed.owner, found.st_size, chunk)
+            other = best.get(parsed.key)
+            if other is not None:
+                item, worse = (item, other) if item.order >= other.order else (other, item)
+                unlink_quietly(file_name(worse.key, worse.owner), leaf_fd)
+            best[item.key] = item
+        return list(best.values())
+
+    def leavers(self, namespace: str, leaf: str, leaf_fd: int) -> Iterator[Leaver]:
+        """Files of ours in a leaf of another namespace."""
+        for name, parsed, found in self._ours(leaf_fd):
+            yield Leaver(found.st_mtime_ns, namespace, leaf, name, parsed.owner, padded_nbytes(found.st_size))
+
+    def _ours(self, leaf_fd: int) -> Iterator[tuple[str, FileName, os.stat_result]]:
+        with os.scandir(leaf_fd) as entries:
+            for entry in entries:
+                parsed = parse_file_name(entry.name)
+                if parsed is None:
+                    continue
+                name = entry.name
+                if parsed.owner not in self._owners:
+                    orphan = self._adopt_orphans and parsed.owner not in self._known
+                    if not orphan or not self._take_orphan(name, parsed, leaf_fd):
+                        continue
+                    parsed = parsed._replace(owner=self._seat.id)
+                    name = file_name(parsed.key, parsed.owner)
+                found = self._whole(name, parsed, leaf_fd)
+                if found is not None:
+                    yield name, parsed, found
+
+    def _whole(self, name: str, parsed: FileName, leaf_fd: int) -> os.stat_result | None:
+        try:
+            found = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if parsed.is_part:
+            self._tally.add("unfinished")
+        elif not stat.S_ISREG(found.st_mode):
+            self._tally.add("not_regular")
+        elif not is_whole(found.st_size):
+            self._tally.add("corrupt")
+        else:
+            return found
+        unlink_quietly(name, leaf_fd)
+        return None
+
+    def _take_orphan(self, name: str, parsed: FileName, leaf_fd: int) -> bool:
+        """A file whose owner has no lock file any more becomes ours by a new name."""
+        if self._seat.has_lock_file(parsed.owner):
+            return False  # joined since we looked
+        if parsed.is_part:
+            unlink_quietly(name, leaf_fd)
+            return False
+        os.rename(name, file_name(parsed.key, self._seat.id), src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
+        self._tally.add("orphans")
+        return True
+
+
+class leaf_opened:  # noqa: N801 - reads as the function it would be, were generators as cheap
+    """Descriptor of a leaf for a ``with`` block; None if it is gone or no directory."""
+
+    def __init__(self, leaf: str, namespace_fd: int) -> None:
+        self._leaf = leaf
+        self._namespace_fd = namespace_fd
+        self._fd: int | None = None
+
+    def __enter__(self) -> int | None:
+        try:
+            self._fd = open_directory(self._leaf, self._namespace_fd)
+        except (FileNotFoundError, NotRegularError):
+            self._fd = None
+        return self._fd
+
+    def __exit__(self, *exc: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+def remove_leaver(root_fd: int, leaver: Leaver) -> None:
+    """Remove a file of ours in another namespace; gone already is as good."""
+    try:
+        namespace_fd = open_directory(leaver.namespace, root_fd)
+    except (FileNotFoundError, NotRegularError):
+        return
+    try:
+        with leaf_opened(leaver.leaf, namespace_fd) as leaf_fd:
+            if leaf_fd is not None:
+                unlink_quietly(leaver.name, leaf_fd)
+    finally:
+        os.close(namespace_fd)
+
+
+def namespaces(root_fd: int) -> list[str]:
+    with os.scandir(root_fd) as entries:
+        return [e.name for e in entries if is_namespace_dir(e.name) and e.is_dir(follow_symlinks=False)]
