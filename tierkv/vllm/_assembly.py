@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import Locality, Medium
 
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import MoverLimits
-from tierkv.errors import bad_setting
+from tierkv.errors import ClosedError, bad_setting
 from tierkv.policies import FIFO, LRU
 from tierkv.protocols import Charging, EvictionPolicy, Tier
 from tierkv.types import Chunk, ChunkKey
@@ -180,8 +180,11 @@ def _foreign_tier(index: int, options: TierOptions) -> Tier:
 
 
 def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:
-    """Bytes that a chunk occupies in a tier."""
-    return tier.charge_nbytes(chunk_nbytes) if isinstance(tier, Charging) else chunk_nbytes
+    """Bytes that a chunk occupies in a tier, as far as it can say so before it is open."""
+    try:
+        return tier.charge_nbytes(chunk_nbytes) if isinstance(tier, Charging) else chunk_nbytes
+    except ClosedError:
+        return chunk_nbytes
 
 
 def _lower_level(index: int, options: TierOptions) -> LowerLevel:

@@ -65,22 +65,24 @@ class LowerLevel:
     scan: ScanTier | None = None
     """The tier, if it is one that scans and probes."""
     bounded: Bounded | None = None
+    charging: Charging | None = None
+    """The latest tier that said what a chunk occupies; it answers for what it took even while another one opens."""
 
     def attach(self, tier: Any) -> None:
         """Take another tier, or None."""
         self.tier = tier
         self.scan = tier if isinstance(tier, ScanTier) else None
         self.bounded = tier if isinstance(tier, Bounded) else None
+        self.charging = tier if isinstance(tier, Charging) else self.charging
 
     def plan(self, policy: EvictionPolicy, writes: Writes, queue_nbytes: int) -> LevelPlan:
         """What the hierarchy is told; it asks whatever tier is current."""
-        sample = self.make_tier()
         return LevelPlan(
             name=self.name,
             capacity_nbytes=self.capacity_nbytes,
             policy=policy,
             writes=writes,
-            charge=sample.charge_nbytes if isinstance(sample, Charging) else None,
+            charge=lambda nbytes: nbytes if self.charging is None else self.charging.charge_nbytes(nbytes),
             queue_nbytes=queue_nbytes,
             settled=lambda key: self.scan is None or self.scan.settled(key),
             writable=lambda: self.tier is not None and (self.scan is None or self.scan.writable),
