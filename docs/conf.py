@@ -27,9 +27,10 @@ myst_enable_extensions = ["deflist", "colon_fence", "fieldlist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
-autodoc_default_options = {"members": True}
+autodoc_default_options = {"members": True, "undoc-members": True}
 # What a tier's own file imports is the tier's business; the page about it must build without.
 autodoc_mock_imports = ["torch", "torch_npu", "vllm", "prometheus_client"]
 python_use_unqualified_type_names = True
@@ -45,6 +46,15 @@ nitpick_ignore_regex = [
 ]
 
 
+_IMPORTED_FROM = (
+    "tierkv",
+    "tierkv.protocols",
+    "tierkv.types",
+    "tierkv.errors",
+    "tierkv.policies",
+    "tierkv.chunkers",
+    "tierkv.tiers.fs.FSTier",
+)
 _ATTRIBUTES: dict[str, list[str]] = {}
 
 
@@ -66,15 +76,7 @@ def _where_it_is_documented(
         return None
     domain = env.get_domain("py")
     name = str(node["reftarget"]).rpartition(".")[2]
-    for module in (
-        "tierkv",
-        "tierkv.protocols",
-        "tierkv.types",
-        "tierkv.errors",
-        "tierkv.policies",
-        "tierkv.chunkers",
-        "tierkv.tiers.fs.FSTier",
-    ):
+    for module in _IMPORTED_FROM:
         entry = domain.data["objects"].get(f"{module}.{name}")
         if entry is not None:
             builder = env.app.builder
