@@ -4,45 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from tierkv._mover import zero_tail
 from tierkv._threads import Lane
 from tierkv.errors import ChunkSizeError
-from tierkv.protocols import HostTier
-from tierkv.types import Chunk
-
-
-class PortJob(NamedTuple):
-    """One chunk to copy between a slot and wherever the caller keeps it."""
-
-    slot: int
-    chunk: Chunk
-    place: Any
-    """A buffer of ``chunk.nbytes`` bytes (:class:`HostPort`), or the chunk's block ids (a device)."""
-
-
-class Port(Protocol):
-    """Copies chunks between primary slots and their user: what a device tier offers :class:`~tierkv.TieredCache`.
-
-    ``store`` and ``load`` return, per job, whether its bytes arrived, and only once no copy touches slot or place any
-    more. They are never cancelled; several may overlap, on different slots.
-    """
-
-    def attach(self, primary: HostTier, stride_nbytes: int) -> None:
-        """Called once, when the primary is open."""
-        ...
-
-    def check(self, jobs: Sequence[PortJob]) -> None:
-        """Raise ChunkSizeError if a place does not fit its chunk, before anything is reserved."""
-        ...
-
-    async def store(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
-
-    async def load(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
-
-    def close(self) -> None: ...
-
+from tierkv.protocols import HostTier, PortJob
 
 _INLINE_NBYTES = 256 << 10
 """Up to here a copy costs less than a hop to a thread and back (about 50 us)."""

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tierkv._level import LevelPlan, Writes
-from tierkv._ports import Port
 from tierkv.errors import ConfigError, bad_setting
-from tierkv.protocols import Admission, Bounded, Charging, Chunker, EvictionPolicy, HostTier, ScanTier, Tier
+from tierkv.protocols import Admission, Bounded, Charging, Chunker, EvictionPolicy, HostTier, Port, ScanTier, Tier
 from tierkv.sizes import parse_size
 
 

@@ -18,12 +18,14 @@ from tierkv._hierarchy import UNSETTLED
 from tierkv._lease import Lease, Pins
 from tierkv._ledger import PENDING, READY, Entry
 from tierkv._mover import MoverLimits, padded_nbytes
-from tierkv._ports import HostPort, Port, PortJob, uncancelled
+from tierkv._ports import HostPort, uncancelled
 from tierkv._setup import Level, capacities_of, chunk_nbytes_of, namespace_of, plan_of
 from tierkv.errors import ClosedError, bad_setting
 from tierkv.protocols import (
     Chunker,
     Clock,
+    Port,
+    PortJob,
     ScanTier,
     Tier,
     TierContext,

@@ -7,7 +7,7 @@ A protocol is frozen: a new method would be a new major version. What only some 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
@@ -159,6 +159,13 @@ class PinAware(Protocol):
 
 
 @runtime_checkable
+class CommitAware(Protocol):
+    """A policy that counts from when a chunk can be read, which is later than its :meth:`~EvictionPolicy.on_insert`."""
+
+    def on_commit(self, key: ChunkKey) -> None: ...
+
+
+@runtime_checkable
 class Expiring(Protocol):
     """A policy whose chunks can expire: an expired chunk answers a miss and the next trim removes it."""
 
@@ -175,3 +182,34 @@ class Chunker(Protocol):
     """Tokens to chunks. Pure: longer input extends the result and never changes it."""
 
     def chunks(self, tokens: Sequence[int], *, extra: bytes = b"") -> Sequence[Chunk]: ...
+
+
+class PortJob(NamedTuple):
+    """One chunk to copy between a slot and wherever the caller keeps it."""
+
+    slot: int
+    chunk: Chunk
+    place: Any
+    """A host buffer of ``chunk.nbytes`` bytes, or the chunk's block ids (a device)."""
+
+
+class Port(Protocol):
+    """Copies chunks between primary slots and their user: what a device tier offers :class:`~tierkv.TieredCache`.
+
+    ``store`` and ``load`` return, per job, whether its bytes arrived, and only once no copy touches slot or place any
+    more. They are never cancelled; several may overlap, on different slots.
+    """
+
+    def attach(self, primary: HostTier, stride_nbytes: int) -> None:
+        """Called once, when the primary is open."""
+        ...
+
+    def check(self, jobs: Sequence[PortJob]) -> None:
+        """Raise ChunkSizeError if a place does not fit its chunk, before anything is reserved."""
+        ...
+
+    async def store(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
+
+    async def load(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
+
+    def close(self) -> None: ...

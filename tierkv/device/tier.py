@@ -9,11 +9,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from tierkv._ports import PortJob
 from tierkv.device.layout import DeviceLayout, GroupCopy, PageRef
 from tierkv.device.runtime import CopyDone, CopyJob, DeviceRuntime, Direction, open_runtime
 from tierkv.errors import ChunkSizeError, ClosedError, ConfigError, TierError
-from tierkv.protocols import HostTier
+from tierkv.protocols import HostTier, PortJob
 from tierkv.settings import parse_count
 
 
