@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 
-from tierkv.protocols import Admission, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import Admission, CommitAware, EvictionPolicy, Expiring, PinAware
 from tierkv.types import Chunk, ChunkKey
 
 
@@ -113,6 +113,7 @@ class Ledger:
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
         self._pin_aware = policy if isinstance(policy, PinAware) else None
+        self._commit_aware = policy if isinstance(policy, CommitAware) else None
         self._expiring = policy if isinstance(policy, Expiring) else None
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
@@ -194,6 +195,8 @@ class Ledger:
         self.n_pending -= 1
         self.pending_nbytes -= entry.charge_nbytes
         self.ready_nbytes += entry.charge_nbytes
+        if self._commit_aware is not None:
+            self._commit_aware.on_commit(entry.chunk.key)
         if not entry.holds and self._pin_aware is not None:
             self._pin_aware.release(entry.chunk.key)
 

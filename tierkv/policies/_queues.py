@@ -1,0 +1,137 @@
+"""What the orders of two queues share: a queue that keeps its holds, and a memory of what has left.
+
+ARC, 2Q and S3-FIFO each hold their chunks in two queues and choose between the queues' cold ends. Each of them says
+only what moves a chunk and which end is next.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from tierkv.errors import bad_setting
+from tierkv.policies._leaf_order import LeafOrder, Node
+from tierkv.settings import as_integer
+from tierkv.types import Chunk, ChunkKey
+
+
+class Queue(LeafOrder):
+    """Keys in the order in which they were last put at the back. A held key keeps its place and is not named."""
+
+    def put(self, key: ChunkKey, *, held: bool = False) -> None:
+        """Put a key that is not here at the back."""
+        self._stamp += 1
+        node = self._nodes[key] = Node(key, self._stamp)
+        node.held = held
+        if not held:
+            self._enqueue(node)
+
+    def to_back(self, key: ChunkKey) -> None:
+        self._stamp += 1
+        self._nodes[key].stamp = self._stamp
+
+    def take(self, key: ChunkKey) -> bool:
+        """Remove a key that is here; tells whether it was held."""
+        held = self._nodes[key].held
+        self.on_remove(key, evicted=False)
+        return held
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._nodes
+
+
+class Ghosts:
+    """Keys that were evicted, oldest first, with what is remembered of each. The caller bounds it."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def add(self, key: ChunkKey) -> None:
+        self._keys[key] = None
+
+    def take(self, key: ChunkKey) -> bool:
+        """Forget a key; tells whether it was known."""
+        if key in self._keys:
+            del self._keys[key]
+            return True
+        return False
+
+    def trim(self, n: int) -> None:
+        """Forget the oldest until ``n`` are left."""
+        while len(self._keys) > n:
+            self._keys.popitem(last=False)
+
+
+class TwoQueues:
+    """Two queues, of which a chunk is in one; the order's whole state but its ghosts.
+
+    Keys that are not resident are ignored, except by ``on_access`` where the order has a ghost of them: a caller who
+    can tells of a request's missing chunks before making room for them, so that their ghosts are not pushed out by it.
+
+    Args:
+        capacity_chunks: chunks that the level holds. By default the most that were resident at one time, which is the
+            same from the first eviction on.
+    """
+
+    def __init__(self, capacity_chunks: int | None = None) -> None:
+        self._given = check_capacity(capacity_chunks)
+        self._capacity = self._given or 0
+        self._young = Queue()
+        self._old = Queue()
+        # Ghosts that the latest request asked for; they count as ghosts when they are inserted, and are none any more.
+        self._asked: set[ChunkKey] = set()
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self._young)} + {len(self._old)} resident>"
+
+    def hold(self, key: ChunkKey) -> None:
+        self._young.hold(key)
+        self._old.hold(key)
+
+    def release(self, key: ChunkKey) -> None:
+        self._young.release(key)
+        self._old.release(key)
+
+    def _fresh(self, chunks: Sequence[Chunk]) -> list[ChunkKey]:
+        """Keys that are not resident, tail first, each once; the capacity grows to what will be resident."""
+        young, old = self._young, self._old
+        keys = dict.fromkeys(chunk.key for chunk in reversed(chunks))
+        fresh = [key for key in keys if key not in young and key not in old]
+        if self._given is None:
+            self._capacity = max(self._capacity, len(self) + len(fresh))
+        return fresh
+
+    def _merged(self, n_young_over: float) -> Iterator[ChunkKey]:
+        """``n_young_over`` from the young queue, then the old one, then the rest of the young."""
+        young = self._young.victims()
+        while n_young_over > 0:
+            key = next(young, None)
+            if key is None:
+                break
+            n_young_over -= 1
+            yield key
+        yield from self._old.victims()
+        yield from young
+
+
+def check_capacity(capacity_chunks: object) -> int | None:
+    """None, or a whole number of at least 1.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    if capacity_chunks is None:
+        return None
+    n = as_integer(capacity_chunks)
+    if n is None or n < 1:
+        raise bad_setting("capacity_chunks", capacity_chunks, "a whole number of chunks, at least 1", 1)
+    return n

@@ -1,0 +1,73 @@
+"""What an order around another order does where it has nothing of its own to say: pass it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tierkv.errors import bad_setting
+from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.types import Chunk, ChunkKey
+
+_METHODS = ("on_insert", "on_access", "on_remove", "victims")
+
+
+class Wrapper:
+    """An order around another. It can do what the inner one can, and holds in any case.
+
+    ``isinstance(wrapper, Expiring)`` tells the truth: ``expired`` exists where the wrapper or the inner order has it.
+    """
+
+    expired: Callable[[Chunk], bool]
+
+    def __init__(self, order: EvictionPolicy) -> None:
+        check_order(type(self).__name__, order)
+        self._order = order
+        self._pins = order if isinstance(order, PinAware) else None
+        self._commits = order if isinstance(order, CommitAware) else None
+        self._held: set[ChunkKey] = set()
+        if isinstance(order, Expiring) and not hasattr(type(self), "expired"):
+            self.expired = order.expired
+
+    def __contains__(self, key: object) -> bool:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._order!r}>"
+
+    def on_insert(self, chunks: Sequence[Chunk]) -> None:
+        self._order.on_insert(chunks)
+
+    def on_commit(self, key: ChunkKey) -> None:
+        if self._commits is not None:
+            self._commits.on_commit(key)
+
+    def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self._order.on_access(chunks)
+
+    def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        self._held.discard(key)
+        self._order.on_remove(key, evicted=evicted)
+
+    def hold(self, key: ChunkKey) -> None:
+        if key in self:
+            self._held.add(key)
+            if self._pins is not None:
+                self._pins.hold(key)
+
+    def release(self, key: ChunkKey) -> None:
+        self._held.discard(key)
+        if self._pins is not None:
+            self._pins.release(key)
+
+    def _rest(self) -> Iterator[ChunkKey]:
+        """The inner order's victims, less what is held. An inner order that knows no holds is walked over them."""
+        victims = self._order.victims()
+        return victims if self._pins is not None else (key for key in victims if key not in self._held)
+
+
+def check_order(option: str, order: object) -> None:
+    """Raise ConfigError unless ``order`` is an order, rather than, say, the class of one."""
+    missing = [name for name in _METHODS if not callable(getattr(order, name, None))]
+    if isinstance(order, type) or missing:
+        lacks = f" (this one has no {', '.join(missing)})" if missing else " (this is a class; call it)"
+        raise bad_setting(option, order, f"an eviction order{lacks}", "LRU()")

@@ -1,0 +1,148 @@
+"""Tenants that have had more than their share leave first."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from tierkv.errors import bad_setting
+from tierkv.policies._leaves import Leaves, Tree
+from tierkv.policies._wrapper import Wrapper
+from tierkv.protocols import CommitAware, EvictionPolicy
+from tierkv.sizes import parse_size
+from tierkv.types import Chunk, ChunkKey
+
+
+class Quota(Wrapper):
+    """While a tenant's chunks are more than its quota, they are first to leave, until they are no more than it.
+
+    The quota is soft: a tenant may use what nobody else needs. A chunk belongs to the tenant that stored it, whoever
+    uses it afterwards. Tenants that are not named have no quota, and nothing is set aside for anybody. Where several
+    are over, they give way in the order in which they are named.
+
+    A tenant's chunks leave in the inner order's order, of which there is a copy for each, and leaves first: no
+    tenant's quota takes a head from under another tenant's tail.
+
+    Args:
+        quotas: tenant to bytes, as a number or as a size such as "10GiB".
+        order: the order of everything; it must be new, since it is copied.
+
+    Raises:
+        ConfigError: a size is not one, or ``order`` is not a new order.
+
+    Concurrency: one thread. Cost: that of the inner order, twice for tenants with a quota.
+    """
+
+    def __init__(self, quotas: Mapping[str, int | str], order: EvictionPolicy) -> None:
+        super().__init__(order)
+        if not (quotas and isinstance(quotas, Mapping)):
+            raise bad_setting("quotas", quotas, "a mapping of tenant to bytes", '{"tenant": "10GiB"}')
+        if next(order.victims(), None) is not None:
+            raise bad_setting("order", order, "a new order, without chunks", type(order).__name__ + "()")
+        self._quotas = {tenant: parse_size(f"quota of {tenant!r}", size, low=0) for tenant, size in quotas.items()}
+        self._used_nbytes = dict.fromkeys(self._quotas, 0)
+        self._chunks: dict[ChunkKey, Chunk] = {}
+        self._tree = Tree()
+        self._orders: dict[str | None, EvictionPolicy] = {tenant: copy.deepcopy(order) for tenant in self._quotas}
+        self._leaves = {tenant: Leaves(own, self._tree) for tenant, own in self._orders.items()}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def on_insert(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if self._tree.add(chunk):
+                self._chunks[chunk.key] = chunk
+                if chunk.tenant in self._quotas:
+                    self._used_nbytes[chunk.tenant] += chunk.nbytes
+        for tenant, own in self._by_tenant(chunks):
+            self._orders[tenant].on_insert(own)
+        super().on_insert(chunks)
+
+    def on_commit(self, key: ChunkKey) -> None:
+        own = self._orders.get(self._tenant(key))
+        if isinstance(own, CommitAware):
+            own.on_commit(key)
+        super().on_commit(key)
+
+    def on_access(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.key in self._chunks:
+                self._tree.add(chunk)
+        for tenant, own in self._by_tenant(chunks):
+            for chunk in own:
+                self._leaves[tenant].unpark(chunk.key)
+            self._orders[tenant].on_access(own)
+        super().on_access(chunks)
+
+    def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        tenant = self._tenant(key)
+        chunk = self._chunks.pop(key, None)
+        freed = self._tree.remove(key)
+        if chunk is not None and chunk.tenant in self._quotas:
+            self._used_nbytes[chunk.tenant] -= chunk.nbytes
+            self._leaves[tenant].forget(key)
+            self._orders[tenant].on_remove(key, evicted=evicted)
+        if freed is not None and (leaves := self._leaves.get(self._tenant(freed))) is not None:
+            leaves.unpark(freed)
+        super().on_remove(key, evicted=evicted)
+
+    def hold(self, key: ChunkKey) -> None:
+        if (leaves := self._leaves.get(self._tenant(key))) is not None:
+            leaves.hold(key)
+        super().hold(key)
+
+    def release(self, key: ChunkKey) -> None:
+        if (leaves := self._leaves.get(self._tenant(key))) is not None:
+            leaves.release(key)
+        super().release(key)
+
+    def victims(self) -> Iterator[ChunkKey]:
+        """What has expired, where the inner order knows of that; then what is over its quota; then the rest."""
+        rest = self._rest()
+        named: set[ChunkKey] = set()
+        expired = getattr(self, "expired", None)
+        if expired is not None:
+            for key in rest:
+                if not expired(self._chunks[key]):
+                    rest = chain((key,), rest)
+                    break
+                named.add(key)
+                yield key
+        for tenant in self._quotas:
+            yield from self._over_quota(tenant, named)
+        for key in rest:
+            if key not in named:
+                yield key
+
+    def _over_quota(self, tenant: str, named: set[ChunkKey]) -> Iterator[ChunkKey]:
+        """A tenant's chunks, until no more than its quota is left beside what is named already; adds to that."""
+        chunks = self._chunks
+        over_nbytes = self._used_nbytes[tenant] - self._quotas[tenant]
+        over_nbytes -= sum(chunks[key].nbytes for key in named if chunks[key].tenant == tenant)
+        if over_nbytes <= 0:
+            return
+        for key in self._leaves[tenant].victims():
+            if key not in named:
+                named.add(key)
+                yield key
+                over_nbytes -= chunks[key].nbytes
+                if over_nbytes <= 0:
+                    return
+
+    def _tenant(self, key: ChunkKey) -> str | None:
+        chunk = self._chunks.get(key)
+        return None if chunk is None else chunk.tenant
+
+    def _by_tenant(self, chunks: Sequence[Chunk]) -> Iterator[tuple[str, list[Chunk]]]:
+        """The resident chunks of each tenant with a quota, in order; by the tenant that stored them."""
+        parts: dict[str, list[Chunk]] = {}
+        for chunk in chunks:
+            tenant = self._tenant(chunk.key)
+            if tenant is not None and tenant in self._quotas:
+                parts.setdefault(tenant, []).append(chunk)
+        yield from parts.items()
