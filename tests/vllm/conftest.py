@@ -6,6 +6,16 @@ import importlib
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import Snapshot, wait_for_none
+
+HERE = Path(__file__).parent
+ENGINES = ("test_engine", "test_serve")
+"""Modules that start real engines: slow, and their leaks are not all ours."""
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -17,3 +27,42 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs, and most of them at import
         importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == HERE and item.path.name.startswith(ENGINES):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # vLLM's and torch's
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The same promise as everywhere; of a real engine only what is ours: threads, /dev/shm, our shared mappings.
+
+    vLLM and torch keep threads, descriptors and mappings of their own in this process after an engine has gone.
+    """
+    before = Snapshot.take()
+    yield
+    leaked = wait_for_none(before)
+    if request.path.name.startswith(ENGINES):
+        leaked = [what for what in leaked if "tierkv" in what or what.startswith("/dev/shm/")]
+    assert not leaked, "left behind: " + "; ".join(leaked)
+
+
+class Models:
+    """Model folders, made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, name: str = "qwen3") -> str:
+        from tests.vllm.model import HYBRID, QWEN3, make_model
+
+        path = self._folder / name
+        return str(path) if path.exists() else make_model(path, {"qwen3": QWEN3, "hybrid": HYBRID}[name])
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))

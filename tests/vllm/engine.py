@@ -105,6 +105,8 @@ class Engine:
         from vllm import LLM
 
         self.llm = LLM(**arguments(model, kv, **overrides))
+        self.answers: dict[str, Any] = {}
+        self._n_begun = 0
 
     def generate(self, batch: Sequence[Prompt], *, n_tokens: int = 24, at_once: bool = False) -> Round:
         """Greedy tokens for each prompt, one prompt after the other or all ``at_once``.
@@ -122,6 +124,28 @@ class Engine:
             answers = [self.llm.generate([one], sampling, use_tqdm=False)[0] for one in asked]
         return Round([list(a.outputs[0].token_ids) for a in answers], [a.num_cached_tokens for a in answers])
 
+    def begin(self, batch: Sequence[Prompt], *, n_tokens: int = 24) -> list[str]:
+        """Queue prompts for :meth:`step`, and return their request ids."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=n_tokens, ignore_eos=True)
+        ids = [f"{self._n_begun + i}" for i in range(len(batch))]
+        self._n_begun += len(batch)
+        for request_id, prompt in zip(ids, batch, strict=True):
+            self.llm.llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        return ids
+
+    def step(self) -> None:
+        """One scheduler step; finished requests are kept in ``answers`` by id."""
+        self.answers |= {answer.request_id: answer for answer in self.llm.llm_engine.step() if answer.finished}
+
+    def finish(self, ids: Sequence[str]) -> Round:
+        """Step until these requests have ended."""
+        while not self.answers.keys() >= set(ids):
+            self.step()
+        ended = [self.answers[request_id] for request_id in ids]
+        return Round([list(a.outputs[0].token_ids) for a in ended], [a.num_cached_tokens for a in ended])
+
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by ``name`` or ``name{label values}``, without the ``vllm:`` before it."""
         found: dict[str, float] = {}
@@ -134,7 +158,7 @@ class Engine:
         return found
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the device's prefix cache and, through the connector, every level of ours."""
+        """Forget the device's prefix cache (False: blocks are in use) and, through the connector, all of ours."""
         return self.llm.llm_engine.engine_core.reset_prefix_cache(reset_connector=True)
 
     def close(self) -> None:

@@ -143,7 +143,8 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         if error is None:
             result = TransferResult(job.id, True, nbytes, done.duration_s)
         else:
-            logger.error("%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
+            level = logging.DEBUG if isinstance(error, ClosedError) else logging.ERROR
+            logger.log(level, "%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
             result = TransferResult(job.id, job.direction is Direction.STORE)
         try:
             slots, tickets = tag.spec.slots, tag.spec.tickets
