@@ -142,17 +142,22 @@ def files_under(root: Path | str) -> list[Path]:
 
 
 def recount(root: Path | str) -> int:
-    """Bytes of all regular files, each rounded up to 4 KiB, as an outsider sees them."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                found = os.lstat(os.path.join(folder, name))
-            except FileNotFoundError:
-                continue
-            if stat.S_ISREG(found.st_mode):
-                total += -(-found.st_size // PAGE) * PAGE
-    return total
+    """Bytes of all regular files, each rounded up to 4 KiB, as an outsider sees them.
+
+    Files come and go while we walk: only those count that are still there after the walk, so that all of them were
+    there together at its end.
+    """
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    sizes = {path: _size(path) for path in paths}
+    return sum(min(size, _size(path)) for path, size in sizes.items())
+
+
+def _size(path: str) -> int:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return 0
+    return -(-found.st_size // PAGE) * PAGE if stat.S_ISREG(found.st_mode) else 0
 
 
 def _mount(tier: FSTier) -> Any:

@@ -11,11 +11,14 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_Job = Callable[[], None]
+_Tell = Callable[[], None]
+_Job = Callable[[], _Tell]
+"""Does the work and returns how to tell its waiter, for when the thread counts as free again."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +47,12 @@ class Lane:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def job() -> None:
+        def job() -> _Tell:
             try:
                 result = fn(*args)
             except BaseException as error:  # noqa: BLE001 - the waiter raises it
-                _tell(loop, future, None, error)
-            else:
-                _tell(loop, future, result, None)
+                return partial(_tell, loop, future, None, error)
+            return partial(_tell, loop, future, result, None)
 
         self._submit(job)
         return future
@@ -69,13 +71,14 @@ class Lane:
         ended = itertools.count(1)
         errors: list[BaseException] = []
 
-        def job() -> None:
+        def job() -> _Tell:
             try:
                 worker(indices)
             except BaseException as error:  # noqa: BLE001 - the waiter raises it
                 errors.append(error)
-            if next(ended) == n_workers:
-                _tell(loop, future, None, errors[0] if errors else None)
+            if next(ended) < n_workers:
+                return _nobody
+            return partial(_tell, loop, future, None, errors[0] if errors else None)
 
         for _ in range(n_workers):
             self._submit(job)
@@ -84,11 +87,12 @@ class Lane:
     def post(self, fn: Callable[..., object], *args: Any) -> None:
         """Call ``fn(*args)`` on a thread of this lane; nobody waits, and an exception is logged."""
 
-        def job() -> None:
+        def job() -> _Tell:
             try:
                 fn(*args)
             except Exception:  # noqa: BLE001 - nobody waits for it
                 _log.exception("%s: background call failed", self.name)
+            return _nobody
 
         self._submit(job)
 
@@ -120,12 +124,17 @@ class Lane:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            tell = job()
             with self._lock:
                 self._n_unfinished -= 1
                 if not self._n_unfinished:
                     self._idle.notify_all()
-            del job  # else an idle thread would keep the last batch's buffers alive
+            tell()
+            del job, tell  # else an idle thread would keep the last batch's buffers alive
+
+
+def _nobody() -> None:
+    pass
 
 
 def _tell(

@@ -82,8 +82,8 @@ def zeros(path: Path) -> None:
 
 
 DAMAGES = [
-    flip(0), flip(20), flip(90), flip(PAGE - 1), flip(PAGE), flip(PAGE + LONGEST - 1), cut(0), cut(1), cut(100), cut(PAGE), cut(-1),
-    cut(-PAGE), append_a_page, triple, put_a_pickle_there, zeros,
+    flip(0), flip(20), flip(90), flip(PAGE - 1), flip(PAGE), flip(PAGE + LONGEST - 1),
+    cut(0), cut(1), cut(100), cut(PAGE), cut(-1), cut(-PAGE), append_a_page, triple, put_a_pickle_there, zeros,
 ]  # fmt: skip
 
 

@@ -175,7 +175,7 @@ async def test_batches_are_bounded(root: Path) -> None:
         owner = tier._mount._seat.id  # type: ignore[union-attr]
     _plant(root, owner, range(1, BATCH + 5))
     async with opened(root, capacity="1GiB") as tier:
-        sizes = []
+        sizes: list[int] = []
         async for batch in tier.scan():
             sizes.append(len(batch))
             if sum(sizes) == BATCH + 5:
@@ -265,7 +265,10 @@ async def test_probes_find_what_the_scan_has_not_reached_and_move_it_to_the_fron
 
 
 async def test_lookups_never_list_a_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lookup's cost is that of its own keys. https://github.com/sgl-project/sglang/issues/28653"""
+    """A lookup's cost is that of its own keys.
+
+    https://github.com/sgl-project/sglang/issues/28653
+    """
     async with opened(root) as tier:
         await store(tier, chunk_of(1))
 
@@ -365,8 +368,7 @@ async def test_the_scan_generator_ends_with_the_tier(root: Path) -> None:
         batches: list[object] = []
 
         async def listen() -> None:
-            async for batch in tier.scan():
-                batches.append(batch)
+            batches.extend([batch async for batch in tier.scan()])
 
         listening = asyncio.ensure_future(listen())
         await asyncio.sleep(0)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,10 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats come when a test says so; the dead are adopted at the next one unless a test says otherwise."""
     monkeypatch.setattr(_fs_mount, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(_fs_owners, "ADOPT_AFTER_S", 0.0)
-    yield
 
 
 async def newcomer(root: Path, n_chunks: int) -> FSTier:

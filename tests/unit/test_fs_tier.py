@@ -361,7 +361,7 @@ async def test_one_hop_a_worker_and_batch(root: Path) -> None:
         await store(tier, *(chunk_of(i) for i in range(12)))
         submitted: list[object] = []
         real = tier._read_lane._submit
-        tier._read_lane._submit = lambda job: (submitted.append(job), real(job))[1]  # type: ignore[method-assign]
+        tier._read_lane._submit = lambda job: (submitted.append(job), real(job))[1]  # type: ignore[method-assign,func-returns-value]
         assert await fetch(tier, *(chunk_of(i) for i in range(12))) == [OK] * 12
         assert len(submitted) <= 2
 

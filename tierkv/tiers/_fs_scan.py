@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 _LEAF_SET: Final = frozenset(LEAVES)
 _RETRY_S: Final = 1.0
-Gate = Callable[[int, int], None]
+Gate = Callable[[int, int], object]
 """Called before each leaf with (leaves done, leaves in all); a test holds the scan by not returning."""
 
 

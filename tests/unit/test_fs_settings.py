@@ -1,0 +1,108 @@
+"""Wrong settings end in one sentence before anything is created."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fs_kit import LONGEST, STRIDE, context, opened
+from tierkv.errors import ConfigError
+from tierkv.tiers._fs_mount import least_capacity_nbytes
+from tierkv.tiers.fs import FSTier
+
+
+@pytest.mark.parametrize("option", ["n_read_threads", "n_write_threads"])
+@pytest.mark.parametrize("value", [0, -1, 257, 10_000, 1_000_000, "8", 2.5, 8.0, math.nan, True, None, [4]])
+def test_thread_counts(tmp_path: Path, option: str, value: object) -> None:
+    """A plain whole number from 1 to 256; everything else is refused, with the nearest valid value."""
+    settings: dict[str, Any] = {option: value}
+    with pytest.raises(ConfigError, match=rf"fs\.{option} is .* from 1 to 256; nearest valid value: \d+"):
+        FSTier(tmp_path / "root", **settings)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "-1GiB", "8 GiBB", "lots", 1.5, True, math.inf, []])
+@pytest.mark.parametrize("option", ["capacity", "min_free"])
+def test_sizes(tmp_path: Path, option: str, value: object) -> None:
+    """Positive bytes as integer or text; 0 is a meaningful min_free only."""
+    settings: dict[str, Any] = {option: value}
+    if option == "min_free" and value in (0, "0") and value is not True:
+        FSTier(tmp_path / "root", **settings)
+        return
+    with pytest.raises(ConfigError, match=rf"fs\.{option} is "):
+        FSTier(tmp_path / "root", **settings)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("value", ["", None, b"/x", 5, "a\0b", True])
+def test_root(value: Any) -> None:
+    """It must be a path."""
+    with pytest.raises(ConfigError, match=r"fs\.root is "):
+        FSTier(value)
+
+
+def test_durability(tmp_path: Path) -> None:
+    """Two values."""
+    with pytest.raises(ConfigError, match=r'durability is .* "process" or "power"'):
+        FSTier(tmp_path, durability="fsync")  # type: ignore[arg-type]
+
+
+async def test_constructors_do_no_io(tmp_path: Path) -> None:
+    """Nothing exists before open."""
+    FSTier(tmp_path / "root", capacity="1GiB", n_read_threads=256, name="disk")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_root_that_is_no_directory(tmp_path: Path) -> None:
+    """A file, or a link to one."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "link"):
+        with pytest.raises(ConfigError, match=r"fs\.root is .*must be a directory"):
+            await FSTier(tmp_path / name, capacity="1MiB").open(context())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize("of_the_level", [False, True])
+async def test_capacity_under_one_chunk(tmp_path: Path, of_the_level: bool) -> None:
+    """One byte less than a chunk needs is refused with the numbers; exactly one chunk works.
+
+    What a chunk needs is its file, our lock file and the room for an index.
+    """
+    least = least_capacity_nbytes(LONGEST)
+    for nbytes in (least - 1, STRIDE, 1):
+        settings = {} if of_the_level else {"capacity": nbytes}
+        tier = FSTier(tmp_path / "root", **settings)  # type: ignore[arg-type]
+        with pytest.raises(
+            ConfigError, match=f"capacity is {nbytes}, .*at least {least} .*nearest valid value: {least}"
+        ):
+            await tier.open(context(nbytes if of_the_level else 0))
+        assert not (tmp_path / "root").exists()
+        await tier.aclose()
+    async with opened(tmp_path / "root", capacity=least) as tier:
+        assert tier.share_nbytes() == tier.charge_nbytes(LONGEST)
+
+
+async def test_a_root_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system's own words, and nothing left open (the fixture looks)."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "root"))
+
+    monkeypatch.setattr(os, "mkdir", denied)
+    tier = FSTier(tmp_path / "root", capacity="1MiB")
+    with pytest.raises(PermissionError):
+        await tier.open(context())
+    monkeypatch.undo()
+    await tier.aclose()
+    assert not (tmp_path / "root").exists()
+
+
+async def test_parents_of_the_root_are_made(tmp_path: Path) -> None:
+    """As an operator expects of a path in a configuration."""
+    async with opened(tmp_path / "a" / "b" / "root"):
+        assert (tmp_path / "a" / "b" / "root").stat().st_mode & 0o777 == 0o700
