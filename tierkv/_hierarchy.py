@@ -237,27 +237,15 @@ class Hierarchy(Flow):
         Stops at the first chunk that no level can serve, or for which there is no slot. At most ``limit`` new slots are
         taken. Evicts neither ``chunks`` nor what is shielded, held or pending.
         """
-        sources: dict[ChunkKey, tuple[LevelBooks, Entry]] = {}
-        wanted: list[Chunk] = []
-        for chunk in chunks:
-            entry = self.primary.get(chunk.key)
-            if entry is not None and self.primary.expired(entry):
-                if entry.holds:
-                    break
-                self._leave(self.levels[0], entry, Reason.EXPIRED)
-                entry = None
-            if entry is not None or chunk.key in sources:
-                continue
-            source = self._source(chunk.key)
-            if source is None or (limit is not None and len(wanted) >= limit):
-                break
-            sources[chunk.key] = source
-            wanted.append(chunk)
-        for entry in self._take_primary(wanted, chunks, shielded):
-            level, below = sources[entry.chunk.key]
+        sources = self._sources(chunks, limit)
+        for _, level, below in sources.values():
+            level.ledger.hold(below)  # making room above may take a demotion, and that makes room below
+        for entry in self._take_primary([chunk for chunk, _, _ in sources.values()], chunks, shielded):
+            _, level, below = sources.pop(entry.chunk.key)
             entry.promoted = True
-            level.ledger.hold(below)
             self._launch(TransferKind.PROMOTE, (level.index, 0), below, entry)
+        for _, level, below in sources.values():
+            self._release(level, below)
         self._trim(self.levels[0], chunks, shielded)
         entries: list[Entry] = []
         for chunk in chunks:
@@ -267,12 +255,23 @@ class Hierarchy(Flow):
             entries.append(known)
         return entries
 
-    def _source(self, key: ChunkKey) -> tuple[LevelBooks, Entry] | None:
-        for level in self.levels[1:]:
-            entry = level.readable(key)
-            if entry is not None:
-                return level, entry
-        return None
+    def _sources(self, chunks: Sequence[Chunk], limit: int | None) -> dict[ChunkKey, tuple[Chunk, LevelBooks, Entry]]:
+        """For the leading chunks that can be served: those that the primary lacks, and what to read them from."""
+        sources: dict[ChunkKey, tuple[Chunk, LevelBooks, Entry]] = {}
+        for chunk in chunks:
+            entry = self.primary.get(chunk.key)
+            if entry is not None and self.primary.expired(entry):
+                if entry.holds:
+                    break
+                self._leave(self.levels[0], entry, Reason.EXPIRED)
+                entry = None
+            if entry is not None or chunk.key in sources:
+                continue
+            found = next(((lower, below) for lower in self.levels[1:] if (below := lower.readable(chunk.key))), None)
+            if found is None or (limit is not None and len(sources) >= limit):
+                break
+            sources[chunk.key] = (chunk, *found)
+        return sources
 
     # -- forgetting ---------------------------------------------------------------------------------------------
 

@@ -336,8 +336,7 @@ class Rig:
     def end_delete(self, transfer: Transfer, fault: Status | None) -> Status:
         key, lower = transfer.chunk.key, self.lowers[transfer.source - 1]
         if fault in (Status.FAILED, Status.REFUSED, Status.CORRUPT):
-            if key in lower.medium.owned:
-                lower.stuck[key] = lower.medium.owned[key].charge_nbytes
+            lower.stuck[key] = self.h._flights[transfer.id].source.charge_nbytes
             return Status.FAILED
         there = lower.medium.owned.pop(key, None)
         lower.stuck.pop(key, None)
@@ -404,7 +403,8 @@ class Rig:
         for index, level in enumerate(self.h.levels):
             if index:
                 assert not level.ledger.n_pending, "nothing stays pending (3)"
-                assert not level.waiting or not self.lowers[index - 1].writable, "nothing waits for ever (3)"
+                told_to_wait = not all(lower.writable for lower in self.lowers[index - 1 :])
+                assert not level.waiting or told_to_wait, "nothing waits for ever (3)"
 
     def rest(self) -> None:
         """Everybody goes home: no space is pending, pinned or quarantined, and the media hold what the index says."""
