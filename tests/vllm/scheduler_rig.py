@@ -208,7 +208,9 @@ def cache_config(n_blocks: int, *, two_groups: bool) -> KVCacheConfig:
         groups.append(KVCacheGroupSpec(["sliding"], SlidingWindowSpec(**shape, sliding_window=WINDOW)))
     assert groups[0].kv_cache_spec.page_size_bytes == page
     names = [group.layer_names[0] for group in groups]
-    tensors = [KVCacheTensor(page * n_blocks, [name], page * n_blocks, page) for name in names]  # they alias, as in vLLM
+    tensors = [
+        KVCacheTensor(page * n_blocks, [name], page * n_blocks, page) for name in names
+    ]  # they alias, as in vLLM
     return KVCacheConfig(n_blocks, tensors, groups)
 
 
@@ -221,6 +223,7 @@ class Rig:
         n_blocks: blocks of the device; few of them make vLLM preempt.
         two_groups: a full and a sliding-window group, or the full one alone.
         tiered: whether a level lies below the primary.
+        device_caches: whether vLLM finds prefixes on the device; if not, every hit is ours.
         extra: more settings, as an operator writes them.
     """
 
@@ -234,6 +237,7 @@ class Rig:
         n_blocks: int = 40,
         two_groups: bool = True,
         tiered: bool = True,
+        device_caches: bool = True,
         **extra: Any,
     ) -> None:
         settings: dict[str, Any] = {
@@ -248,6 +252,7 @@ class Rig:
                 {"type": "ShelfTier", "module_path": __name__, "capacity": 64 * 4096, "enable_kv_events": True}
             ]
         self.config = engine_config(settings, n_blocks, f"rig-{next(self._numbers)}")
+        self.config.cache_config.enable_prefix_caching = device_caches
         self.cache_config = cache_config(n_blocks, two_groups=two_groups)
         self.weights = 0
         self.blocks_per_chunk = blocks_per_chunk

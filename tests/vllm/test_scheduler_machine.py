@@ -13,14 +13,14 @@ import sys
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.vllm.scheduler_rig import BLOCK, Rig, ShelfTier
 from tierkv.device import Direction
 
 pytestmark = pytest.mark.timeout(290)
 
-FAMILIES = 3
+FAMILIES = 4
 """Prompts with nothing in common; within one, a longer prompt continues a shorter one."""
 REQUESTS = 5
 
@@ -30,10 +30,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         blocks_per_chunk=st.sampled_from([1, 4]),
-        n_slots=st.sampled_from([4, 9, 40]),
+        n_slots=st.sampled_from([4, 9, 9, 40]),
         two_groups=st.booleans(),
-        tiered=st.booleans(),
+        tiered=st.sampled_from([True, True, False]),
         n_blocks=st.sampled_from([40, 64]),
+        device_caches=st.sampled_from([False, False, True]),
     )
     def start(self, **shape) -> None:
         ShelfTier.shelves.clear()
@@ -44,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         name=st.integers(0, REQUESTS - 1),
         family=st.integers(0, FAMILIES - 1),
-        n_chunks=st.integers(0, 6),
+        n_chunks=st.integers(0, 7),
         more=st.integers(1, 3),
         n_new=st.integers(1, 9),
     )
@@ -52,8 +53,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A new request, under an id that an earlier one may have had."""
         req_id = f"r{name}"
         if self.rig.free_id(req_id):
-            n_tokens = min(n_chunks * self.chunk + more, 96)
-            self.rig.add(req_id, [(family * 31 + i * i) % 7 for i in range(n_tokens)], n_new)
+            n_tokens = min(n_chunks * self.chunk + more, 100)
+            self.rig.add(req_id, [(family + i * i) % 7 for i in range(n_tokens)], n_new)
+
+    @rule(family=st.integers(0, FAMILIES - 1), n_chunks=st.integers(1, 7), n_steps=st.integers(1, 12))
+    def turn(self, family: int, n_chunks: int, n_steps: int) -> None:
+        """A request of its own, with time to get some way or to its end."""
+        self.add(REQUESTS, family, n_chunks, 1, 2)
+        for _ in range(n_steps):
+            self.rig.runtime.wait()
+            self.rig.pump()
+            self.rig.step()
+            self.rig.check()
 
     @rule(n=st.integers(1, 4))
     def step(self, n: int) -> None:
@@ -76,36 +87,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def everything_ends_and_steps(self) -> None:
         """The usual case, so that requests do finish."""
-        for _ in range(3):
+        for _ in range(6):
             self.rig.runtime.wait()
             self.rig.pump()
             self.rig.step()
             self.rig.check()
 
-    @rule(name=st.integers(0, REQUESTS - 1))
-    def abort(self, name: int) -> None:
-        """In whatever state it is: new, deferred, loading, running, preempted."""
-        if f"r{name}" in self.rig.scheduler.requests:
+    @rule(kind=st.sampled_from(["abort", "abort", "store", "load", "read", "reset"]), name=st.integers(0, REQUESTS))
+    def trouble(self, kind: str, name: int) -> None:
+        """An abort, in whatever state the request is; a copy or a read that will fail; a reset."""
+        if kind == "abort" and f"r{name}" in self.rig.scheduler.requests:
             self.rig.abort(f"r{name}")
-
-    @rule()
-    def reset(self) -> None:
-        self.rig.reset()
-
-    @precondition(lambda self: not self.rig.scheduler.requests)
-    @rule()
-    def device_forgets(self) -> None:
-        """The device's own prefix cache is emptied, so that hits must be loaded."""
-        self.rig.scheduler.reset_prefix_cache()
-
-    @rule(direction=st.sampled_from(Direction))
-    def copy_will_fail(self, direction: Direction) -> None:
-        self.rig.runtime.n_failing[direction] = 1
-
-    @rule()
-    def read_will_fail(self) -> None:
-        """The next chunk that the lower level reads is corrupt."""
-        ShelfTier.n_failing = 1
+        elif kind == "read":
+            ShelfTier.n_failing = 1
+        elif kind == "reset":
+            self.rig.reset()
+        elif kind in tuple(Direction):
+            self.rig.runtime.n_failing[Direction(kind)] = 1
 
     @invariant()
     def books_balance(self) -> None:
@@ -130,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 SchedulerMachine.TestCase.settings = settings(
     max_examples=int(os.environ.get("TIERKV_MACHINE_EXAMPLES", "40")),
-    stateful_step_count=40,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -13,7 +14,7 @@ from tierkv._level import LevelPlan, Writes
 from tierkv._mover import MoverLimits
 from tierkv.errors import ClosedError, bad_setting
 from tierkv.policies import FIFO, LRU
-from tierkv.protocols import Charging, EvictionPolicy, Tier
+from tierkv.protocols import Charging, Clock, EvictionPolicy, Tier
 from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm import _compat
 from tierkv.vllm._below import Below, LowerLevel
@@ -34,14 +35,14 @@ _QUEUE_NBYTES = 1 << 30
 # -- the scheduler's half -------------------------------------------------------------------------------------------
 
 
-def make_manager(spec: Any) -> TierKVManager:
+def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
     """The manager of a spec, with everything below it."""
     options, config = spec.options, spec.config
     levels = [_lower_level(index, tier) for index, tier in enumerate(options.tiers)]
     plans = [primary_plan(spec)]
     for level, tier in zip(levels, options.tiers, strict=True):
         writes = Writes.CASCADE if tier.writes == "cascade" else Writes.DEMOTE
-        queue_nbytes = tier.queue_nbytes or min(_QUEUE_NBYTES, options.cpu_nbytes * 3 // 4)
+        queue_nbytes = tier.queue_nbytes or _queue_nbytes(spec, level)
         plans.append(level.plan(_POLICIES[tier.eviction_policy](), writes, queue_nbytes))
     hierarchy = EpochHierarchy(plans, record_events=config.enable_kv_cache_events)
     for index in range(1, len(plans)):
@@ -61,7 +62,14 @@ def make_manager(spec: Any) -> TierKVManager:
         store_reserve=spec.store_reserve,
         lookup_deadline_s=options.lookup_deadline_s,
         metrics=Metrics(store_threshold=options.store_threshold),
+        clock=clock,
     )
+
+
+def _queue_nbytes(spec: Any, level: LowerLevel) -> int:
+    """Bytes that may wait for a tier: what waits is pinned, so at most three quarters of the primary."""
+    charge = charge_nbytes(level.make_tier(), spec.geometry.chunk_nbytes)
+    return min(_QUEUE_NBYTES, max(1, spec.n_slots * 3 // 4) * charge)
 
 
 def _mover_loop(spec: Any, n_levels: int) -> MoverLoop:
