@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -98,3 +99,26 @@ def corrupt_reads(monkeypatch: pytest.MonkeyPatch) -> None:
         return outcomes
 
     monkeypatch.setattr(FSTier, "read", corrupt)
+
+
+def slow_open(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
+    """The fs tier takes this much longer to open."""
+    opening = FSTier.open
+
+    async def slow(self, ctx):
+        await asyncio.sleep(delay_s)
+        await opening(self, ctx)
+
+    monkeypatch.setattr(FSTier, "open", slow)
+
+
+def hung_open(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The fs tier does not open until the event is set."""
+    opening, gate = FSTier.open, threading.Event()
+
+    async def hung(self, ctx):
+        await asyncio.to_thread(gate.wait)
+        await opening(self, ctx)
+
+    monkeypatch.setattr(FSTier, "open", hung)
+    return gate

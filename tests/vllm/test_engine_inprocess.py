@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def baseline(
 def tiered(root: Path, **extra: object) -> dict:
     tier = {"type": "fs", "root_dir": str(root), "n_read_threads": 2, "n_write_threads": 2}
     return offloading(**{"cpu_bytes_to_use": PRIMARY_NBYTES, "secondary_tiers": [tier]} | extra)
+
+
+def run_timed(model: str) -> float:
+    """Seconds that the prompts take without offloading, here and now."""
+    with engine(model) as running:
+        began_s = time.monotonic()
+        running.generate(PROMPTS)
+        return time.monotonic() - began_s
 
 
 def cached_from(outcome: Outcome, source: str) -> float:
@@ -205,6 +214,30 @@ def test_a_primary_too_small_for_its_load(models, tmp_path):
     for answers in (*first.rounds, *again.rounds):
         assert answers.tokens == base.rounds[0].tokens
     assert cached_from(again, "disk") > 0
+
+
+def test_the_first_request_waits_for_a_tier_that_opens_slowly(models, tmp_path, monkeypatch):
+    """A second to open the root after a restart, far more than a probe gets: the first request is a disk hit."""
+    run_once(models(), PROMPTS[:1], tiered(tmp_path))
+    faults.slow_open(monkeypatch, 1.0)
+    got = run_once(models(), PROMPTS[:1], tiered(tmp_path))
+    assert got.rounds[0].cached == [480]
+    assert got.rounds[0].tokens == baseline(models()).rounds[0].tokens[:1]
+
+
+def test_a_tier_that_never_opens_costs_one_deadline(models, tmp_path, monkeypatch):
+    """The first request waits for ``lookup_deadline_s``, later ones not at all; host memory serves."""
+    opened = faults.hung_open(monkeypatch)
+    config = tiered(tmp_path, lookup_deadline_s=0.5)
+    with engine(models(), config) as running:
+        began_s = time.monotonic()
+        first = running.generate(PROMPTS)
+        took_s = time.monotonic() - began_s
+        assert running.generate(PROMPTS).cached == [480] * 8
+        opened.set()
+    assert first.tokens == baseline(models()).rounds[0].tokens
+    plain = run_timed(models())
+    assert took_s < plain + 8 * 0.5, "one deadline, not one for each request"
 
 
 def test_failing_stores_cost_hits_and_nothing_else(models, tmp_path, monkeypatch):

@@ -73,6 +73,7 @@ class Lookups:
         self._unsent: dict[int, Transfer] = {}
         self._probes: dict[ChunkKey, None] = {}
         self._epoch = 0
+        self._opening_until: float | None = None
 
     def lookup(self, key: ChunkKey, req_context: ReqContext) -> LookupResult:
         """HIT, HIT_PENDING (being stored or promoted), RETRY (being probed for) or MISS. Drains nothing."""
@@ -156,6 +157,14 @@ class Lookups:
 
     def _unsure(self, key: ChunkKey, request: Request, now: float) -> LookupResult:
         """A tier may have the key although no ledger knows it: it is being opened, or its scan has not come so far."""
+        if self._below is not None and self._below.opening:
+            # The first requests after a start wait for the tiers, once for all of them: a tier that hangs in opening
+            # must not cost every later request a deadline.
+            if self._opening_until is None:
+                self._opening_until = now + self._lookup_deadline_s
+            if now < self._opening_until:
+                return self._defer(request, now, LookupResult.RETRY)
+            return self._missed(key)
         if request.probe_deadline is None:
             request.probe_deadline = now + _PROBE_S
         if now >= request.probe_deadline:

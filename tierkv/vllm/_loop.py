@@ -24,6 +24,7 @@ logger = logging.getLogger("vllm.tierkv.loop")
 _MAX_FOUND = 20_000
 """Scan results that may wait for the scheduler; the scan waits behind them."""
 _CLOSE_S = 10.0
+_OPENING = "tierkv-opening-"
 
 
 class Slots(Protocol):
@@ -106,7 +107,7 @@ class MoverLoop:
         """Open a tier in the place of whatever is there, which is closed first. :class:`Opened` or :class:`Closed`."""
         self._start()
         ctx = TierContext(self._chunk_nbytes, self._stride_nbytes, namespace, capacity_nbytes)
-        self._run(self._open(index, tier, ctx))
+        self._run(self._open(index, tier, ctx), f"{_OPENING}{index}")
 
     def submit(self, transfers: Sequence[Transfer]) -> None:
         """Each comes back as one or two :class:`~tierkv._mover.Completion`."""
@@ -146,9 +147,9 @@ class MoverLoop:
             self._thread = threading.Thread(target=self._main, args=(self._loop,), name="tierkv-mover", daemon=True)
             self._thread.start()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None], name: str | None = None) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._spawn, work)
+        self._loop.call_soon_threadsafe(self._spawn, work, name)
 
     # -- the loop's side ----------------------------------------------------------------------------------------
 
@@ -160,8 +161,8 @@ class MoverLoop:
         finally:
             loop.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -175,8 +176,12 @@ class MoverLoop:
             self._join()
             await self._replace(index)
             await tier.open(ctx)
-        except Exception as error:  # a third party's tier may raise anything; it must not stop the engine
+        except BaseException as error:  # a third party's tier may raise anything; it must not stop the engine
             logger.debug("tier %s", tier.name, exc_info=True)
+            with contextlib.suppress(Exception):
+                await tier.aclose()  # what it had opened so far
+            if not isinstance(error, Exception):
+                raise
             self._news.append(Closed(index, str(error) or type(error).__name__))
             return
         self._tiers[index] = tier
@@ -234,6 +239,7 @@ class MoverLoop:
 
     async def _close(self, orders: Mapping[int, Sequence[Chunk]]) -> None:
         try:
+            await self._stop_opening()
             if self._mover is not None:
                 await self._mover.aclose(timeout_s=_CLOSE_S / 3)
             for index, tier in enumerate(self._tiers):
@@ -245,6 +251,14 @@ class MoverLoop:
             if self._pool is not None:
                 self._pool.close()
             asyncio.get_running_loop().stop()
+
+    async def _stop_opening(self) -> None:
+        """A tier that is still being opened is in no list of open ones: it closes itself when it is told to stop."""
+        opening = [task for task in self._tasks if task.get_name().startswith(_OPENING)]
+        for task in opening:
+            task.cancel()
+        if opening:
+            await asyncio.wait(opening, timeout=_CLOSE_S / 3)
 
     async def _close_tier(self, index: int, tier: Tier, order: Sequence[Chunk]) -> None:
         with contextlib.suppress(Exception):
