@@ -29,7 +29,8 @@ from tests.fs_kit import (
     store,
     write,
 )
-from tierkv.tiers._fs_feed import BATCH
+from tierkv.tiers import _fs_list
+from tierkv.tiers._fs_feed import BATCH, Listed
 from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey, Found, Reason, Status
@@ -215,6 +216,27 @@ async def test_a_chunk_that_a_probe_announced_is_not_trimmed(root: Path) -> None
         assert await fetch(tier, chunk_of(0)) == [OK]
 
 
+async def test_a_probe_in_the_middle_of_the_trim_wins(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the decision to trim and the removal a lookup found the chunk: what was answered "found" stays."""
+    await opened_and_killed(root, 10)
+    gate = threading.Event()
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(20)) as tier:
+        mount = tier._mount
+        assert mount is not None
+        remove, answers = mount.scanner._remove, []
+
+        def remove_and_probe(item: Listed) -> None:
+            answers.extend(mount.lookups.probe([key_of(1)]) if item.key == key_of(0) else [])
+            remove(item)
+
+        monkeypatch.setattr(mount.scanner, "_remove", remove_and_probe)
+        gate.set()
+        await scanned(tier)
+        assert answers == [Found(key_of(1), CHARGE)]
+        assert await fetch(tier, chunk_of(0), chunk_of(1)) == [Status.MISSING, OK]
+        assert tier.usage()["chunks_nbytes"] == 4 * CHARGE == _chunk_bytes(root)
+
+
 async def test_a_chunk_deleted_while_the_scan_holds_it_does_not_come_back(root: Path) -> None:
     """Listed, then probed and deleted, before the scan's end: neither announced nor counted."""
     await opened_and_killed(root, 10)
@@ -262,6 +284,33 @@ async def test_probes_find_what_the_scan_has_not_reached_and_move_it_to_the_fron
         assert tier.settled(key_of(50)) and not tier.settled(key_of(4))
         now[0] = 100.0
         assert tier.settled(key_of(50))  # alone on the root and all listed: final
+
+
+async def test_a_leaf_that_a_probe_asked_for_is_listed_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan goes through leaves in order, but for those that somebody waits for."""
+    await opened_and_killed(root, 10)
+    leaves = sorted({leaf_of(key_of(i)) for i in range(10)})
+    missing = next(i for i in range(50, 10**6) if leaf_of(key_of(i)) == leaves[-1])
+    held, gate, listed = threading.Event(), threading.Event(), []
+
+    def hold(n_done: int, _: int) -> None:
+        if n_done == 1:
+            held.set()
+            gate.wait(20)
+
+    real = _fs_list.leaf_opened
+
+    def recording(leaf: str, namespace_fd: int) -> object:
+        listed.append(leaf)
+        return real(leaf, namespace_fd)
+
+    monkeypatch.setattr("tierkv.tiers._fs_scan.leaf_opened", recording)
+    async with opened(root, wait=False, _scan_gate=hold) as tier:
+        await asyncio.to_thread(held.wait, 20)
+        assert await tier.probe([key_of(missing)]) == [None]
+        gate.set()
+        await scanned(tier)
+    assert listed == [leaves[0], leaves[-1], *leaves[1:-1]]
 
 
 async def test_lookups_never_list_a_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

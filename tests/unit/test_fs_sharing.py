@@ -284,6 +284,33 @@ async def test_ids_of_a_dead_holder_change_hands_together(root: Path) -> None:
     await four.aclose()
 
 
+@pytest.mark.parametrize("first_to_go", ["own", "adopted"])
+async def test_a_process_that_is_half_dead_is_alive(root: Path, first_to_go: str) -> None:
+    """The kernel drops a dying process's locks one by one; what it reserved for all of them stands in one page."""
+    one = await newcomer(root, 20)
+    await store(one, chunk_of(1))
+    two = await newcomer(root, 20)
+    beat(one, two, one, two)
+    await store(two, chunk_of(2))
+    kill(two)
+    beat(one)
+    await scanned(one)
+    async with opened(root, n_chunks=20) as three:
+        beat(one, three, one, three)
+        seat = _of(one)._seat
+        owner = next(o for o in seat.held_ids() if (o == seat.id) == (first_to_go == "own"))
+        seat._has_page.discard(owner)
+        del seat._slots[owner]
+        os.close(seat._fds.pop(owner))
+        beat(three)
+        assert three.counters()["adopted_owners"] == 0
+        kill(one)
+        beat(three)
+        await scanned(three)
+        assert three.counters()["adopted_owners"] == 2
+        assert {f.key for f in await first_batches(three)} == {key_of(1), key_of(2)}
+
+
 async def test_when_all_processes_restart_each_finds_its_part_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +371,29 @@ async def test_a_dead_owner_that_does_not_come_back_is_adopted_after_a_minute(
         assert three.usage()["limit_nbytes"] == capacity_for(20)
 
 
+async def test_a_process_that_has_no_files_yet_goes_on_with_a_dead_ones(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came while the other still lived, or while a third one's scan held the dead id: no need to wait a minute."""
+    monkeypatch.setattr(_fs_owners, "ADOPT_AFTER_S", 60.0)
+    old = await newcomer(root, 20)
+    await store(old, chunk_of(1))
+    old_id = _of(old)._seat.id
+    async with opened(root, n_chunks=20) as new, opened(root, n_chunks=20, ctx=context(namespace=b"x")) as other:
+        beat(old, new, other)
+        kill(old)
+        beat(other, new)
+        await scanned(new)
+        assert (other.counters()["adopted_owners"], new.counters()["adopted_owners"]) == (0, 1)
+        assert _of(new)._seat.id == old_id
+        assert [f.key for f in await first_batches(new)] == [key_of(1)]
+        await store(new, chunk_of(2))
+        assert path_of(root, key_of(2), new).exists()
+        beat(new, other)
+        assert _of(other)._seat.n_owners == 2
+    assert locks(root) == [f"owner-{old_id}.lock"]  # the id that it made up was of no use
+
+
 async def test_a_root_fuller_than_its_new_capacity_is_trimmed_over_all_dead_owners(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,13 +435,14 @@ async def test_rewriting_an_adopted_chunk_removes_the_old_file(root: Path) -> No
         await two.open(context())
         await scanned(two)
         beat(one, two, one, two)
+        await store(one, chunk_of(5))  # else it would go on under the dead one's id
         await store(two, chunk_of(1))
         kill(two)
         beat(one)
         await scanned(one)
         await store(one, chunk_of(1))
-        assert one.usage()["chunks_nbytes"] == CHARGE
-        assert len([p for p in files_under(root) if not p.name.startswith(("owner", "tierkv"))]) == 1
+        assert one.usage()["chunks_nbytes"] == 2 * CHARGE
+        assert len([p for p in files_under(root) if not p.name.startswith(("owner", "tierkv"))]) == 2
 
 
 async def test_adoption_goes_on_while_the_scan_generator_is_read(root: Path) -> None:

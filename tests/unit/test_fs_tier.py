@@ -90,6 +90,16 @@ async def test_the_file_is_header_payload_and_zeros(root: Path) -> None:
     assert len(data) == CHARGE
 
 
+async def test_padding_never_holds_what_another_chunk_left(root: Path) -> None:
+    """Workers reuse the page in which a payload's end is padded: a long end before a short one must not show."""
+    async with opened(root, n_write_threads=1, n_read_threads=1) as tier:
+        for i in range(3):  # through every scratch page
+            await store(tier, chunk_of(i, PAGE - 1))
+        await store(tier, chunk_of(9, 5))
+        data = path_of(root, key_of(9), tier).read_bytes()
+    assert data[HEADER_NBYTES:] == payload_of(key_of(9), 5) + bytes(PAGE - 5)
+
+
 async def test_one_pwritev_and_one_preadv_a_chunk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Header, payload and padding go in one call, straight from and into the caller's memory."""
     calls: list[tuple[str, list[int]]] = []

@@ -220,6 +220,7 @@ class Scanner:
     def _enter(self, listed: list[Listed], leavers: list[Leaver], limit_nbytes: int) -> None:
         """Trim ours to the limit, coldest first, then count what stays and announce it."""
         books = self._books
+        listed = self._without_known(listed)  # once more: probes go on
         excess = _total_nbytes(listed, leavers) + books.counted_nbytes - limit_nbytes
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
