@@ -13,6 +13,10 @@ from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes
 from tierkv._proof import check_books
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
 
+SLICE = 128
+"""Chunks that one call evicts in the background at most; the ends of their deletions bring the next slice."""
+PATIENCE = 256
+"""Chunks that still have to be copied down before they may leave, of which one search passes over no more."""
 NOTHING: frozenset[ChunkKey] = frozenset()
 
 
@@ -219,13 +223,15 @@ class Flow:
         if level.index or level.min_free_nbytes:
             need_nbytes = level.low_target()
             if need_nbytes > 0:
-                self._make_room(level, need_nbytes, {*shielded, *(chunk.key for chunk in request)})
+                self._make_room(level, need_nbytes, {*shielded, *(chunk.key for chunk in request)}, sliced=True)
 
-    def _make_room(self, level: LevelBooks, need_nbytes: int, protect: Collection[ChunkKey | None]) -> None:
+    def _make_room(
+        self, level: LevelBooks, need_nbytes: int, protect: Collection[ChunkKey | None], *, sliced: bool = False
+    ) -> None:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
         droppable = self._droppable(level)
         staying: set[ChunkKey | None] = set()
-        for entry in level.ledger.victims(lambda entry: entry.chunk.key not in self.guarded, protect, need_nbytes):
+        for entry in level.ledger.victims(self._unguarded, protect, need_nbytes, at_most=SLICE if sliced else None):
             stays = entry.chunk.key in staying
             if not droppable(entry):
                 stays |= self._enqueue(self.levels[level.index + 1], level.index, entry, demote=True)
@@ -233,6 +239,9 @@ class Flow:
                 staying.add(entry.chunk.parent)
             else:
                 self._leave(level, entry, Reason.EVICTED)
+
+    def _unguarded(self, entry: Entry) -> bool:
+        return entry.chunk.key not in self.guarded
 
     def _droppable(self, level: LevelBooks) -> Callable[[Entry], bool]:
         """Who may leave a level at once: everybody under CASCADE, else what a level below has or will not take."""

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tierkv._flow import NOTHING, Flow
+from tierkv._flow import NOTHING, PATIENCE, SLICE, Flow
 from tierkv._ledger import GONE, PENDING, Entry
 from tierkv._level import LevelBooks, Writes, bare
 from tierkv.types import (
@@ -180,10 +180,16 @@ class Hierarchy(Flow):
         protect.update(chunk.parent for chunk in wanted)
         droppable = self._droppable(level)
         guarded = self.guarded
+        patience = PATIENCE
 
-        def may_leave(entry: Entry) -> bool:
-            key = entry.chunk.key
-            return key not in shielded and key not in guarded and droppable(entry)
+        def may_leave(entry: Entry) -> bool | None:
+            nonlocal patience
+            if entry.chunk.key in shielded or entry.chunk.key in guarded:
+                return False
+            if droppable(entry):
+                return True
+            patience -= 1
+            return False if patience else None
 
         victims = self.primary.victims(may_leave, protect, short)
         for entry in victims:
@@ -192,7 +198,7 @@ class Hierarchy(Flow):
         if level.min_free_nbytes and len(reserved) < len(wanted):
             # Leaving takes a copy here: start it for those who will ask again.
             short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
-            self._make_room(level, short, protect.union(shielded))
+            self._make_room(level, short, protect.union(shielded), sliced=True)
         return reserved
 
     # -- using --------------------------------------------------------------------------------------------------
@@ -318,7 +324,7 @@ class Hierarchy(Flow):
         for level in self.levels:
             if level.index and level.plan.share is not None:
                 level.ledger.capacity_nbytes = level.plan.share()
-            for entry in level.ledger.expired_entries():
+            for entry in level.ledger.expired_entries(SLICE):
                 self._leave(level, entry, Reason.EXPIRED)
             self._retry_stuck(level)
         self._pump_up()

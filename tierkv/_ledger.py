@@ -14,7 +14,7 @@ whatever still touches it has ended: a copy into it (``writing``), a copy out of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from enum import Enum
 
 from tierkv.protocols import Admission, CommitAware, EvictionPolicy, Expiring, PinAware
@@ -273,11 +273,17 @@ class Ledger:
     # -- leaving ------------------------------------------------------------------------------------------------
 
     def victims(
-        self, accept: Callable[[Entry], bool], protect: Collection[ChunkKey | None], enough_nbytes: int
+        self,
+        accept: Callable[[Entry], bool | None],
+        protect: Collection[ChunkKey | None],
+        enough_nbytes: int,
+        *,
+        at_most: int | None = None,
     ) -> list[Entry]:
         """READY, unheld entries in leaving order that ``accept`` takes, until their charges reach ``enough_nbytes``.
 
-        The order names a parent after its children, as if those had left. So whoever is passed over keeps its parent.
+        An ``accept`` that answers None ends the search: to look on would cost more than it might find. The order names a
+        parent after its children, as if those had left. So whoever is passed over keeps its parent.
         """
         chosen: list[Entry] = []
         gained = 0
@@ -288,20 +294,24 @@ class Ledger:
         try:
             for key in order:
                 entry = self._index[key]
-                if entry.state is not READY or entry.holds or key in protect or key in blocked or not accept(entry):
+                taken: bool | None = False
+                if entry.state is READY and not entry.holds and key not in protect and key not in blocked:
+                    taken = accept(entry)
+                if taken is None:
+                    break
+                if not taken:
                     blocked.add(entry.chunk.parent)
                     continue
                 chosen.append(entry)
                 gained += entry.charge_nbytes
-                if gained >= enough_nbytes:
+                if gained >= enough_nbytes or len(chosen) == at_most:
                     break
         finally:
-            close = getattr(order, "close", None)
-            if close is not None:
-                close()
+            if isinstance(order, Generator):
+                order.close()
         return chosen
 
-    def expired_entries(self) -> list[Entry]:
+    def expired_entries(self, at_most: int) -> list[Entry]:
         """Evictable entries that have expired; a policy that lets chunks expire names those first."""
         expired: list[Entry] = []
         if self._expiring is None:
@@ -314,6 +324,8 @@ class Ledger:
                 break
             if not entry.holds:
                 expired.append(entry)
+                if len(expired) == at_most:
+                    break
         return expired
 
     def remove(self, entry: Entry, *, evicted: bool) -> None:

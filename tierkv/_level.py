@@ -91,7 +91,7 @@ class LevelBooks:
 
     __slots__ = (
         "counts", "deleting_nbytes", "demoting_nbytes", "index", "leaving", "ledger", "min_free_nbytes",
-        "name", "open", "plan", "queued_nbytes", "stuck", "waiting",
+        "name", "open", "plan", "queued_nbytes", "stuck", "trimming", "waiting",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan) -> None:
@@ -122,6 +122,8 @@ class LevelBooks:
         """Charges whose copy to the level below is under way: they will be droppable at once."""
         self.min_free_nbytes = 0
         """Free space that a trim always aims for; the size of one chunk where leaving takes a copy."""
+        self.trimming = False
+        """Less than ``high_water`` was free, and ``low_water`` is not free yet."""
         self.open = True
         """False while the level's breaker is open: it answers misses and takes no writes."""
 
@@ -132,13 +134,17 @@ class LevelBooks:
             return None
         return entry
 
-    def low_target(self, extra_nbytes: int = 0) -> int:
-        """Bytes to evict now so that ``low_water`` is free; 0 while more than ``high_water`` is."""
-        free = self.ledger.free_nbytes + self.deleting_nbytes + self.demoting_nbytes - extra_nbytes
+    def low_target(self) -> int:
+        """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was."""
+        free = self.ledger.free_nbytes + self.deleting_nbytes + self.demoting_nbytes
         capacity = self.ledger.capacity_nbytes
-        if free >= max(int(capacity * self.plan.high_water), self.min_free_nbytes):
+        if free < max(int(capacity * self.plan.high_water), self.min_free_nbytes):
+            self.trimming = True
+        if not self.trimming:
             return 0
-        return max(int(capacity * self.plan.low_water), self.min_free_nbytes) - free
+        short = max(int(capacity * self.plan.low_water), self.min_free_nbytes) - free
+        self.trimming = short > 0
+        return max(short, 0)
 
     def statistics(self) -> LevelStatistics:
         ledger, counts = self.ledger, self.counts
