@@ -85,6 +85,8 @@ def test_a_wrong_option_is_one_sentence(tmp_path: Path, arguments: list[str], se
 def _running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A demo whose first worker serves, and that worker's process id."""
     command = [sys.executable, "-m", "tierkv.cli", "demo", "--quick", "--turns", "60", "--memory", "64MiB"]
+    # A shell that started us in the background has SIGINT ignored, and children inherit that.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(
         command, env=_environment(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as demo:
@@ -99,6 +101,7 @@ def _running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
                 time.sleep(0.01)
             yield demo, int(pids[0])
         finally:
+            signal.signal(signal.SIGINT, ignored)
             demo.kill()
 
 
