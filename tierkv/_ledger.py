@@ -3,71 +3,18 @@
 Synchronous, no I/O, no clock, no thread: it belongs to the thread of the :class:`~tierkv._hierarchy.Hierarchy` that
 owns it. Every fact is kept once, and :meth:`Ledger.check` recounts all of them.
 
-States of an entry::
-
-    reserve -> PENDING --commit--> READY --remove--> GONE --free--> (forgotten)
-    reserve -> PENDING -----remove (abort, reset)--> GONE --free--> (forgotten)
-
-PENDING and READY entries are in the index. GONE ones are not, but their space stays charged ("quarantined") until
-whatever still touches it has ended: a copy into it (``writing``), a copy out of it or a lease (``holds``), a deletion.
+States of an entry are in :mod:`tierkv._entry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from enum import Enum
 
+from tierkv._entry import GONE, PENDING, READY, Entry, State
 from tierkv.protocols import Admission, CommitAware, EvictionPolicy, Expiring, PinAware
 from tierkv.types import Chunk, ChunkKey
 
-
-class State(Enum):
-    PENDING = "pending"
-    READY = "ready"
-    GONE = "gone"
-
-
-PENDING, READY, GONE = State.PENDING, State.READY, State.GONE
-
-
-class Entry:
-    """One chunk at one level. A handle: it outlives the key's stay in the index, so late completions stay harmless."""
-
-    __slots__ = (
-        "charge_nbytes", "chunk", "demote_refused", "generation", "holds", "owned", "promoted", "slot", "state",
-        "stored", "writing",
-    )  # fmt: skip
-
-    def __init__(self, chunk: Chunk, charge_nbytes: int, state: State, *, owned: bool = True) -> None:
-        self.chunk = chunk
-        self.charge_nbytes = charge_nbytes
-        self.state = state
-        self.owned = owned
-        self.slot: int = -1
-        self.generation: int = 0
-        self.holds: int = 0
-        """Leases and copies out of it: while positive it is no victim and its space is not reused."""
-        self.writing: bool = False
-        """A copy into it has not ended."""
-        self.stored: bool = state is READY
-        """The medium holds it: leaving takes a deletion where the level is not the primary."""
-        self.promoted: bool = False
-        """It came up from a lower level rather than from the device."""
-        self.demote_refused: bool = False
-        """The level below would not take it: its eviction is a removal."""
-
-    @property
-    def key(self) -> ChunkKey:
-        return self.chunk.key
-
-    @property
-    def settled(self) -> bool:
-        """Nothing touches its space any more."""
-        return not self.writing and not self.holds
-
-    def __repr__(self) -> str:
-        flags = f"{' writing' if self.writing else ''}{'' if self.owned else ' foreign'}"
-        return f"<Entry {self.chunk.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
+__all__ = ("GONE", "PENDING", "READY", "Entry", "Ledger", "State")
 
 
 class Ledger:
@@ -282,8 +229,8 @@ class Ledger:
     ) -> list[Entry]:
         """READY, unheld entries in leaving order that ``accept`` takes, until their charges reach ``enough_nbytes``.
 
-        An ``accept`` that answers None ends the search: to look on would cost more than it might find. The order names a
-        parent after its children, as if those had left. So whoever is passed over keeps its parent.
+        An ``accept`` that answers None ends the search: to look on would cost more than it might find. The order names
+        a parent after its children, as if those had left. So whoever is passed over keeps its parent.
         """
         chosen: list[Entry] = []
         gained = 0
