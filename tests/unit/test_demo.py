@@ -151,7 +151,7 @@ def _turn(**changed: object) -> Turn:
 
 def _demo_after(turn: Turn, on_disk: set[str]) -> Demo:
     demo = Demo(Plan(WORKLOAD, "", 0, 0, 0), on_disk=on_disk)
-    demo.all.add(turn)
+    demo.total.add(turn)
     demo._after_restart(turn)
     return demo
 

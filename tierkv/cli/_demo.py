@@ -144,7 +144,7 @@ class Demo:
     """Runs the two workers and keeps what they report."""
 
     plan: Plan
-    all: Tally = field(default_factory=Tally)
+    total: Tally = field(default_factory=Tally)
     restart: Tally = field(default_factory=Tally)
     on_disk: set[str] = field(default_factory=set)
     """Keys whose storing was acknowledged, and not taken back, by the worker that was killed."""
@@ -164,8 +164,8 @@ class Demo:
                 match message:
                     case Turn():
                         n_turns += 1
-                        self.all.add(message)
-                        view.turn(message, self.all)
+                        self.total.add(message)
+                        view.turn(message, self.total)
                         # Reported before its reply was stored: the turn that counts as answered is the one before.
                         self.last_turns[message.session] = message.turn - 1
                     case Stored():
@@ -187,14 +187,14 @@ class Demo:
             for message in worker.messages():
                 match message:
                     case Turn():
-                        self.all.add(message)
+                        self.total.add(message)
                         if n_again > 0:
                             n_again -= 1
                             self._after_restart(message)
                             if n_again == 0:
                                 view.restarted(self.restart)
                                 view.phase("going on where it was killed")
-                        view.turn(message, self.all)
+                        view.turn(message, self.total)
                     case Opened():
                         view.opened(message.duration_s)
                     case Failed():
@@ -214,10 +214,10 @@ class Demo:
 
     def verdict(self) -> Verdict:
         """One line: wrong bytes first, then losses."""
-        n, size = self.all.n_chunks, format_size(self.all.nbytes)
-        if self.all.n_wrong:
+        n, size = self.total.n_chunks, format_size(self.total.nbytes)
+        if self.total.n_wrong:
             return Verdict(
-                f"WRONG: {self.all.n_wrong:,} of {n:,} chunks came back with other bytes than stored.", False
+                f"WRONG: {self.total.n_wrong:,} of {n:,} chunks came back with other bytes than stored.", False
             )
         if self.n_lost:
             return Verdict(
@@ -228,7 +228,7 @@ class Demo:
         part = 100 * self.restart.n_served // max(1, self.restart.n_tokens)
         return Verdict(
             f"RIGHT: {n:,} chunks ({size}) came back and every byte was compared; after SIGKILL {part} % of "
-            f"{self.restart.n_tokens:,} tokens were served, nothing acknowledged was lost.",
+            f"{self.restart.n_tokens:,} tokens were served and nothing acknowledged was lost.",
             True,
         )
 
@@ -276,7 +276,10 @@ class WorkerProcess:
 
     def ended(self, *, killed: bool) -> None:
         """Raise WorkerError unless it ended as it should have."""
-        code = self.process.wait(timeout=PATIENCE_S)
+        try:
+            code = self.process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise WorkerError(f"the worker closed its output and did not end in {PATIENCE_S:.0f} s") from None
         if code != (-signal.SIGKILL if killed else 0):
             self.errors.seek(0)
             sys.stderr.write(self.errors.read().decode(errors="replace"))  # a bug: its traceback is what helps
@@ -295,7 +298,8 @@ def _worker(plan: Plan, last_turns: Sequence[int]) -> Iterator[WorkerProcess]:
     ):
         assert process.stdin is not None
         try:
-            process.stdin.write(f"{plan.to_json()}\n{json.dumps(list(last_turns))}\n".encode())
+            with contextlib.suppress(BrokenPipeError):  # it could not start: its exit code says so
+                process.stdin.write(f"{plan.to_json()}\n{json.dumps(list(last_turns))}\n".encode())
             yield WorkerProcess(process, errors)
         finally:
             process.kill()

@@ -22,8 +22,9 @@ from tierkv.errors import TierKVError
 from tierkv.policies import LRU
 from tierkv.tiers.cpu import CPUTier
 from tierkv.tiers.fs import FSTier
-from tierkv.types import Event, EventKind, PrefixHit
+from tierkv.types import Event, EventKind, PrefixHit, Stop
 
+_SCAN_PAUSE_S = 0.02
 _DISK = 1
 """Index of the level below host memory."""
 
@@ -68,6 +69,7 @@ class Worker:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.memory = CPUTier(name="memory")
+        self.disk = FSTier(plan.root_dir, name="disk")
         chunker = PrefixChunker(
             namespace=Namespace(model="tierkv-demo"),
             tokens_per_block=plan.tokens_per_block,
@@ -77,7 +79,7 @@ class Worker:
             chunker=chunker,
             levels=[
                 Level(self.memory, policy=LRU(), capacity=plan.memory_nbytes),
-                Level(FSTier(plan.root_dir, name="disk"), policy=LRU(), capacity=plan.disk_nbytes),
+                Level(self.disk, policy=LRU(), capacity=plan.disk_nbytes),
             ],
             chunk_nbytes=plan.chunk_nbytes,
             on_event=_on_event,
@@ -118,7 +120,7 @@ class Worker:
 
     async def _use(self, turn: int, session: int, tokens: Sequence[int], keys: Sequence[str] = ()) -> None:
         """Bring what is cached of a prompt to host memory, compare every byte, and report."""
-        hit = await self.cache.lookup(tokens)
+        hit = await self._lookup(tokens)
         n_wrong, nbytes = 0, 0
         async with self.cache.lease(hit) as lease:
             chunks = list(lease.chunks)
@@ -130,6 +132,15 @@ class Worker:
         by_level = _by_level(hit, len(chunks))
         levels = [record._asdict() for record in self.cache.statistics().values()]
         _send(Turn(turn, session, len(tokens), n_served, len(chunks), nbytes, by_level, n_wrong, keys, levels))
+
+    async def _lookup(self, tokens: Sequence[int]) -> PrefixHit:
+        """Look up; a miss while the directory is still being scanned is asked again and not called a loss."""
+        while True:
+            scanned = self.disk.writable
+            hit = await self.cache.lookup(tokens)
+            if scanned or hit.stop is not Stop.MISS:
+                return hit
+            await asyncio.sleep(_SCAN_PAUSE_S)
 
     async def _find_damage(self) -> None:
         """Flip a bit of the system prompt's first chunk where it lies in host memory, and use it once more."""
