@@ -106,20 +106,19 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session
 def crash(session: nox.Session) -> None:
-    """SIGKILL at random instants, many more times than the default session does."""
+    """Processes killed with SIGKILL; those that take minutes, too."""
     session.install("-e", ".[fs,cli,test]")
-    env = _profile() | {"TIERKV_CRASH_ROUNDS": os.environ.get("TIERKV_CRASH_ROUNDS", "20")}
-    session.run("pytest", "tests/crash", "-m", "", *session.posargs, env=env)
+    session.run("pytest", "tests/crash", "-m", "nightly or not nightly", *session.posargs, env=_profile())
 
 
 @nox.session
 def nightly(session: nox.Session) -> None:
-    """The state machines at length, with fresh randomness, and the tests marked nightly."""
+    """The state machines at length, with fresh randomness, and all that is marked nightly."""
     session.install("-e", ".[fs,cli,test]")
-    session.run("pytest", "tests/property", "--timeout=3600", *session.posargs, env=_profile("nightly"))
-    session.run(
-        "pytest", "-m", "nightly", "--ignore=tests/vllm", "--timeout=3600", *session.posargs, env=_profile("nightly")
-    )
+    env = _profile("nightly")
+    session.run("pytest", "tests/property", "--timeout=7200", *session.posargs, env=env)
+    # 5: nothing is marked so far.
+    session.run("pytest", "-m", "nightly", "--ignore=tests/vllm", *session.posargs, env=env, success_codes=[0, 5])
 
 
 def _installed(session: nox.Session, distribution: str) -> str:
