@@ -28,9 +28,11 @@ class Flow:
         assert plans[0].n_slots is not None, "the primary has slots"
         self.levels = [LevelBooks(i, plan) for i, plan in enumerate(plans)]
         self.primary = self.levels[0].ledger
-        for level, below in zip(self.levels, self.levels[1:], strict=False):
-            if below.plan.writes is Writes.DEMOTE:
-                level.min_free_nbytes = level.plan.slot_nbytes
+        for level in self.levels:
+            level.lower = self.levels[level.index + 1 :]
+            level.demotes = bool(level.lower) and level.lower[0].plan.writes is Writes.DEMOTE
+            level.min_free_nbytes = level.plan.slot_nbytes if level.demotes else 0
+        self.cascades = [level for level in self.levels[1:] if level.plan.writes is Writes.CASCADE]
         self.guarded: Counter[ChunkKey] = Counter()
         """Keys that nobody may evict at any level for now; see :meth:`~tierkv._hierarchy.Hierarchy.guard`."""
         self.record_events = record_events
@@ -148,7 +150,12 @@ class Flow:
         if demote:
             above.demoting_nbytes += source.charge_nbytes
         level.queued_nbytes += charge
-        level.waiting[chunk.key] = Waiting(source_level, source, demote, charge)
+        waiting = Waiting(source_level, source, demote, charge)
+        if not level.waiting and level.plan.writable() and (taken := level.ledger.reserve([chunk])):
+            self._begin(level, waiting, taken[0])
+            self._trim(level)
+            return True
+        level.waiting[chunk.key] = waiting
         self._pump(level)
         return chunk.key in level.waiting or level.ledger.get(chunk.key) is not None
 
@@ -184,16 +191,18 @@ class Flow:
                 taken = level.ledger.reserve([chunk])
             if taken:
                 level.waiting.popitem(last=False)
-                level.queued_nbytes += taken[0].charge_nbytes - waiting.charge_nbytes
-                kind = TransferKind.DEMOTE if waiting.demote else TransferKind.CASCADE
-                levels = (waiting.source_level, level.index)
-                self._launch(kind, levels, waiting.source, taken[0], demote=waiting.demote)
+                self._begin(level, waiting, taken[0])
             elif charge <= level.ledger.capacity_nbytes and (level.leaving or level.demoting_nbytes):
                 break
             else:
                 level.waiting.popitem(last=False)
                 self._refuse(level, waiting, Reason.FULL)
         self._trim(level)
+
+    def _begin(self, level: LevelBooks, waiting: Waiting, target: Entry) -> None:
+        level.queued_nbytes += target.charge_nbytes - waiting.charge_nbytes
+        kind = TransferKind.DEMOTE if waiting.demote else TransferKind.CASCADE
+        self._launch(kind, (waiting.source_level, level.index), waiting.source, target, demote=waiting.demote)
 
     def _refuse(self, level: LevelBooks, waiting: Waiting, reason: Reason) -> None:
         level.counts.refuse(reason)
@@ -231,9 +240,10 @@ class Flow:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
         droppable = self._droppable(level)
         staying: set[ChunkKey | None] = set()
-        for entry in level.ledger.victims(self._unguarded, protect, need_nbytes, at_most=SLICE if sliced else None):
+        accept = self._unguarded if self.guarded else None
+        for entry in level.ledger.victims(accept, protect, need_nbytes, at_most=SLICE if sliced else None):
             stays = entry.chunk.key in staying
-            if not droppable(entry):
+            if droppable is not None and not droppable(entry):
                 stays |= self._enqueue(self.levels[level.index + 1], level.index, entry, demote=True)
             if stays:
                 staying.add(entry.chunk.parent)
@@ -243,47 +253,38 @@ class Flow:
     def _unguarded(self, entry: Entry) -> bool:
         return entry.chunk.key not in self.guarded
 
-    def _droppable(self, level: LevelBooks) -> Callable[[Entry], bool]:
-        """Who may leave a level at once: everybody under CASCADE, else what a level below has or will not take."""
-        lower = self.levels[level.index + 1 :]
-        if not lower or lower[0].plan.writes is Writes.CASCADE:
-            return lambda _: True
-
-        def below_has_it(entry: Entry) -> bool:
-            key = entry.chunk.key
-            return entry.demote_refused or not lower[0].open or any(each.readable(key) is not None for each in lower)
-
-        return below_has_it
+    def _droppable(self, level: LevelBooks) -> Callable[[Entry], bool] | None:
+        """Who may leave a level at once: everybody (None) under CASCADE, else what a level below has or refuses."""
+        if not level.demotes:
+            return None
+        below = level.lower[0]
+        return lambda entry: entry.demote_refused or not below.open or level.has_below(entry.chunk.key)
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
     def _leave(self, level: LevelBooks, entry: Entry, reason: Reason) -> None:
         """Take an entry out of a level's index, count it, and free its space once nothing touches it."""
-        state = entry.state
-        if reason is Reason.EVICTED and level.ledger.expired(entry):
+        state, ledger = entry.state, level.ledger
+        if reason is Reason.EVICTED and ledger.expired(entry):
             reason = Reason.EXPIRED
-        level.ledger.remove(entry, evicted=reason is Reason.EVICTED)
+        at_once = not level.index and not entry.holds and not entry.writing
+        (ledger.drop if at_once else ledger.remove)(entry, evicted=reason is Reason.EVICTED)
         if level.index:
             level.leaving[entry.chunk.key] = entry
         if state is READY:
             if reason is Reason.EVICTED:
-                reason = self._eviction_reason(level, entry)
                 level.counts.evicted += 1
-                if reason is Reason.DEMOTE_DROPPED:
-                    level.counts.drop(reason)
+                if level.demotes:
+                    reason = Reason.DEMOTED if level.has_below(entry.chunk.key) else Reason.DEMOTE_DROPPED
+                    if reason is Reason.DEMOTE_DROPPED:
+                        level.counts.drop(reason)
             else:
                 level.counts.drop(reason)
             self._emit(level, EventKind.REMOVED, entry.chunk, reason)
         elif not entry.promoted:
             level.counts.refuse(reason)
-        self._settle(level, entry)
-
-    def _eviction_reason(self, level: LevelBooks, entry: Entry) -> Reason:
-        lower = self.levels[level.index + 1 :]
-        if not lower or lower[0].plan.writes is Writes.CASCADE:
-            return Reason.EVICTED
-        has_copy = any(each.readable(entry.chunk.key) is not None for each in lower)
-        return Reason.DEMOTED if has_copy else Reason.DEMOTE_DROPPED
+        if not at_once:
+            self._settle(level, entry)
 
     def _writer_ended(self, level: LevelBooks, entry: Entry) -> None:
         entry.writing = False

@@ -13,12 +13,12 @@ to the levels below -> evicted from the primary by a later offer -> ``find`` say
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from tierkv._flow import NOTHING, PATIENCE, SLICE, Flow
-from tierkv._ledger import GONE, PENDING, Entry
-from tierkv._level import LevelBooks, Writes, bare
+from tierkv._ledger import GONE, PENDING, READY, Entry
+from tierkv._level import LevelBooks, bare
 from tierkv.types import (
     Chunk,
     ChunkKey,
@@ -37,6 +37,9 @@ from tierkv.types import (
 ABSENT = -1
 UNSETTLED = -2
 """Answers of :meth:`Hierarchy.find`: no level has the key; no ledger knows it, but a tier should be probed."""
+
+
+_end_token = attrgetter("end_token")
 
 
 class Offer(NamedTuple):
@@ -62,10 +65,14 @@ class Hierarchy(Flow):
 
     def find(self, key: ChunkKey) -> int:
         """The fastest level that can serve the key now, else ABSENT or UNSETTLED. Touches nothing."""
-        for level in self.levels:
+        entry = self.primary.get(key)
+        if entry is not None and entry.state is READY and not self.primary.expired(entry):
+            return 0
+        lower = self.levels[0].lower
+        for level in lower:
             if level.readable(key) is not None:
                 return level.index
-        for level in self.levels[1:]:
+        for level in lower:
             if level.open and not level.plan.settled(key):
                 return UNSETTLED
         return ABSENT
@@ -129,9 +136,8 @@ class Hierarchy(Flow):
             else:
                 fresh[chunk.key] = chunk
         wanted = list(fresh.values())
-        if any(a.end_token > b.end_token for a, b in pairwise(wanted)):
-            wanted.sort(key=lambda chunk: chunk.end_token)
-        reserved = self._take_primary(wanted, chunks, shielded)
+        wanted.sort(key=_end_token)  # stable, and quick where they are in order
+        reserved = self._take_primary(wanted, chunks, shielded) if wanted else []
         refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
         n_again = len(wanted) - len(reserved) if tentative else 0
         retry = n_again > 0 and self.primary_busy
@@ -153,9 +159,8 @@ class Hierarchy(Flow):
             self.primary.commit(entry)
             level.counts.stored += 1
             self._emit(level, EventKind.STORED, entry.chunk)
-            for lower in self.levels[1:]:
-                if lower.plan.writes is Writes.CASCADE:
-                    self._enqueue(lower, 0, entry, demote=False)
+            for lower in self.cascades:
+                self._enqueue(lower, 0, entry, demote=False)
         self._trim(level)
 
     def abort_store(self, entries: Iterable[Entry], reason: Reason, *, ended: bool = True) -> None:
@@ -177,7 +182,7 @@ class Hierarchy(Flow):
         if short <= 0:
             return self.primary.reserve(wanted)
         protect: set[ChunkKey | None] = {chunk.key for chunk in request}
-        protect.update(chunk.parent for chunk in wanted)
+        protect.update([chunk.parent for chunk in wanted])
         droppable = self._droppable(level)
         guarded = self.guarded
         patience = PATIENCE
@@ -186,16 +191,16 @@ class Hierarchy(Flow):
             nonlocal patience
             if entry.chunk.key in shielded or entry.chunk.key in guarded:
                 return False
-            if droppable(entry):
+            if droppable is None or droppable(entry):
                 return True
             patience -= 1
             return False if patience else None
 
-        victims = self.primary.victims(may_leave, protect, short)
-        for entry in victims:
+        everybody = droppable is None and not shielded and not guarded
+        for entry in self.primary.victims(None if everybody else may_leave, protect, short):
             self._leave(level, entry, Reason.EVICTED)
         reserved = self.primary.reserve(wanted)
-        if level.min_free_nbytes and len(reserved) < len(wanted):
+        if level.demotes and len(reserved) < len(wanted):
             # Leaving takes a copy here: start it for those who will ask again.
             short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
             self._make_room(level, short, protect.union(shielded), sliced=True)

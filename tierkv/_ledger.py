@@ -110,27 +110,31 @@ class Ledger:
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
         taken: list[Entry] = []
-        free = self.free_nbytes
+        index, slots, charge = self._index, self._free_slots, self._slot_nbytes
+        free = available = self.free_nbytes  # with slots, exactly the free ones
         for chunk in chunks:
-            charge = self.charge(chunk)
-            if charge > free or (self._free_slots is not None and not self._free_slots):
+            if slots is None:
+                charge = self.charge(chunk)
+            if charge > free:
                 break
-            assert chunk.key not in self._index, "a key is reserved once"
+            assert chunk.key not in index, "a key is reserved once"
             entry = Entry(chunk, charge, PENDING)
             entry.writing = True
-            if self._free_slots is not None:
-                entry.slot = slot = self._free_slots.pop()
+            if slots is not None:
+                entry.slot = slot = slots.pop()
                 entry.generation = self._generations[slot]
             free -= charge
-            self.pending_nbytes += charge
-            self._index[chunk.key] = entry
+            index[chunk.key] = entry
             taken.append(entry)
+        if not taken:
+            return taken
+        self.pending_nbytes += available - free
         self.n_pending += len(taken)
-        if taken:
-            self.policy.on_insert([entry.chunk for entry in taken])
-            if self._pin_aware is not None:
-                for entry in taken:
-                    self._pin_aware.hold(entry.chunk.key)
+        self.policy.on_insert(chunks if len(taken) == len(chunks) else chunks[: len(taken)])
+        if self._pin_aware is not None:
+            hold = self._pin_aware.hold
+            for entry in taken:
+                hold(entry.chunk.key)
         return taken
 
     def commit(self, entry: Entry) -> None:
@@ -221,7 +225,7 @@ class Ledger:
 
     def victims(
         self,
-        accept: Callable[[Entry], bool | None],
+        accept: Callable[[Entry], bool | None] | None,
         protect: Collection[ChunkKey | None],
         enough_nbytes: int,
         *,
@@ -229,8 +233,9 @@ class Ledger:
     ) -> list[Entry]:
         """READY, unheld entries in leaving order that ``accept`` takes, until their charges reach ``enough_nbytes``.
 
-        An ``accept`` that answers None ends the search: to look on would cost more than it might find. The order names
-        a parent after its children, as if those had left. So whoever is passed over keeps its parent.
+        An ``accept`` of None takes all; one that answers None ends the search, since to look on would cost more than it
+        might find. The order names a parent after its children, as if those had left. So whoever is passed over keeps
+        its parent.
         """
         chosen: list[Entry] = []
         gained = 0
@@ -243,7 +248,7 @@ class Ledger:
                 entry = self._index[key]
                 taken: bool | None = False
                 if entry.state is READY and not entry.holds and key not in protect and key not in blocked:
-                    taken = accept(entry)
+                    taken = accept is None or accept(entry)
                 if taken is None:
                     break
                 if not taken:
@@ -292,6 +297,17 @@ class Ledger:
             self.policy.on_remove(entry.chunk.key, evicted=evicted)
         entry.state = GONE
         self._gone[id(entry)] = entry
+
+    def drop(self, entry: Entry, *, evicted: bool) -> None:
+        """:meth:`remove` and :meth:`free` at once: a READY entry of ours that nothing touches, in a slot."""
+        assert entry.state is READY and entry.settled and self._free_slots is not None
+        key = entry.chunk.key
+        del self._index[key]
+        self.ready_nbytes -= entry.charge_nbytes
+        self.policy.on_remove(key, evicted=evicted)
+        entry.state = GONE
+        self._generations[entry.slot] += 1
+        self._free_slots.append(entry.slot)
 
     def free(self, entry: Entry) -> None:
         """Give a GONE entry's space back. Nothing may touch it any more."""

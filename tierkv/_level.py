@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -90,8 +90,8 @@ class LevelBooks:
     """State of one level inside the hierarchy. A record with arithmetic, no decisions."""
 
     __slots__ = (
-        "counts", "deleting_nbytes", "demoting_nbytes", "index", "leaving", "ledger", "min_free_nbytes",
-        "name", "open", "plan", "queued_nbytes", "stuck", "trimming", "waiting",
+        "counts", "deleting_nbytes", "demotes", "demoting_nbytes", "index", "leaving", "ledger", "lower",
+        "min_free_nbytes", "name", "open", "plan", "queued_nbytes", "stuck", "trimming", "waiting",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan) -> None:
@@ -108,6 +108,10 @@ class LevelBooks:
             slot_nbytes=plan.slot_nbytes,
         )
         self.counts = Counts()
+        self.lower: Sequence[LevelBooks] = ()
+        """The levels below, nearest first."""
+        self.demotes = False
+        """Leaving takes a copy to the level below, unless one below has it already."""
         self.waiting: OrderedDict[ChunkKey, Waiting] = OrderedDict()
         self.queued_nbytes = 0
         """Charges of waiting writes and of those under way."""
@@ -133,6 +137,9 @@ class LevelBooks:
         if entry is None or entry.state is not READY or not self.open or self.ledger.expired(entry):
             return None
         return entry
+
+    def has_below(self, key: ChunkKey) -> bool:
+        return any(each.readable(key) is not None for each in self.lower)
 
     def low_target(self) -> int:
         """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was."""
