@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tests.vllm.model import FIRST_BYTE
 
+SHM = "/dev/shm"
 START_S = 240.0
 """What the slowest start of an engine may take on a loaded machine of two cores; half a minute is usual."""
 
@@ -189,9 +190,9 @@ def run_once(model: str, batch: Sequence[Prompt], kv: dict[str, Any] | None = No
 
 
 class EngineProcess:
-    """An engine whose core and workers are processes of their own, under a process that reports round by round.
+    """An engine whose core and workers are processes of their own, under a process that reports answer by answer.
 
-    ``python -m tests.vllm.engine`` reads one JSON line of what to do and writes one JSON line for each round.
+    ``python -m tests.vllm.engine`` reads one JSON line of what to do and writes one JSON line for each answer.
     """
 
     def __init__(self, model: str, batch: Sequence[Prompt], kv: dict[str, Any] | None = None, *, log: Path,
@@ -200,6 +201,8 @@ class EngineProcess:
         task = {"arguments": arguments(model, kv, **overrides), "prompts": list(batch), "n_rounds": n_rounds,
                 "n_tokens": n_tokens}  # fmt: skip
         self._log = log.open("wb")
+        self.left_behind: set[str] = set()
+        """What of ours is in /dev/shm after the end."""
         environ = os.environ | engine_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), environ.get("PYTHONPATH", "")]))
         self.process = subprocess.Popen(
@@ -212,24 +215,43 @@ class EngineProcess:
         self.process.stdin.flush()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Reports as they come: ``ready``, one ``round`` each, ``metrics``."""
+        """Reports as they come: ``ready``, an ``answer`` for each prompt of each round, ``metrics``."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("@@"):
                 yield json.loads(line[2:])
 
+    def until_round(self, n: int) -> list[Round]:
+        """Wait for the first answer of round ``n`` and return the rounds before it, which are whole."""
+        rounds: list[Round] = []
+        for event in self.events():
+            if "answer" in event:
+                self._take(rounds, event)
+                if event["round"] == n:
+                    return rounds[:n]
+        raise AssertionError(f"ended before round {n}: {self.log_tail()}")
+
     def outcome(self) -> Outcome:
         """Wait for the end. Raises AssertionError with the end of the log if it went wrong."""
-        made = Outcome()
+        made, segments = Outcome(), set[str]()
         for event in self.events():
-            if "round" in event:
-                made.rounds.append(Round(**event["round"]))
+            if "answer" in event:
+                self._take(made.rounds, event)
             elif "metrics" in event:
                 made.metrics = event["metrics"]
-        assert self.wait() == 0, self.log_tail()
+                segments = self._segments()
+        assert self._wait() == 0, self.log_tail()
+        self._end(segments)
         return made
 
-    def wait(self) -> int:
+    @staticmethod
+    def _take(rounds: list[Round], event: dict[str, Any]) -> None:
+        if event["round"] == len(rounds):
+            rounds.append(Round([], []))
+        rounds[-1].tokens.append(event["answer"])
+        rounds[-1].cached.append(event["cached"])
+
+    def _wait(self) -> int:
         code = self.process.wait(START_S)
         self._log.close()
         return code
@@ -246,14 +268,40 @@ class EngineProcess:
 
     def kill(self) -> None:
         """SIGKILL every process of this engine, as one."""
+        segments = self._segments()
         for pid in self.tree():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        self._wait()
+        self._end(segments)
+
+    def _segments(self) -> set[str]:
+        """Names in /dev/shm that this engine has mapped: other engines on this machine have some, too."""
+        names = set()
+        for pid in self.tree():
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, shm, name = line.partition(f"{SHM}/")
+                if shm and not name.endswith(" (deleted)"):
+                    names.add(name)
+        return names
+
+    def _end(self, segments: set[str]) -> None:
+        """Take away vLLM's own segments, which outlive a kill and, with two workers, even a good end."""
+        left = segments & set(os.listdir(SHM))
+        for name in left:
+            os.unlink(f"{SHM}/{name}")
+        self.left_behind |= {name for name in left if not name.startswith(("psm_", "sem.", "vllm_dist_"))}
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing of this engine outlives the test, however it ended."""
+        if self.process.poll() is None:
+            self.kill()
 
 
 def main() -> None:
@@ -265,8 +313,10 @@ def main() -> None:
     given = task["arguments"]
     running = Engine(given.pop("model"), given.pop("kv_transfer_config", None), **given)
     report(ready=time.time())
-    for _ in range(task["n_rounds"]):
-        report(round=asdict(running.generate(task["prompts"], n_tokens=task["n_tokens"])))
+    for n in range(task["n_rounds"]):
+        for prompt in task["prompts"]:
+            answer = running.generate([prompt], n_tokens=task["n_tokens"])
+            report(round=n, answer=answer.tokens[0], cached=answer.cached[0])
     report(metrics=running.metrics())
     running.close()
 

@@ -1,0 +1,47 @@
+"""A real engine of several processes, killed in mid-run and started again on the same root."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import EngineProcess, offloading, prompts, run_once
+
+PROMPTS = prompts()
+
+
+@pytest.mark.crash
+def test_killed_in_mid_run_twice_and_served_from_disk(models, tmp_path):
+    """SIGKILL of engine and workers while they serve: nothing stays in memory, the next start is served from disk.
+
+    Killed twice, so that a reopened root is killed again; a third engine, in this process, ends well.
+    """
+    tier = {"type": "fs", "root_dir": str(tmp_path / "root")}
+    config = offloading("TieringOffloadingSpec", module=None, cpu_bytes_to_use=16 << 20, secondary_tiers=[tier])
+    expected = run_once(models(), PROMPTS).rounds[0].tokens
+    for life in range(2):
+        with EngineProcess(models(), PROMPTS, config, log=tmp_path / f"{life}.log", n_rounds=3) as running:
+            (first,) = running.until_round(1)
+            running.kill()
+            assert running.left_behind == set()
+        assert first.tokens == expected
+        if life:
+            assert first.cached[:-1] == [480] * 7, "all but the last chunk stored before the kill, which may be lost"
+    last = run_once(models(), PROMPTS, config, n_rounds=2)
+    assert [answers.tokens for answers in last.rounds] == [expected] * 2
+    assert last.rounds[0].cached[:-1] == [480] * 7
+    assert last.metrics["prompt_tokens_cached_by_source{disk}"] >= 480 + 6 * (480 - 96)
+    assert_whole(tmp_path / "root")
+
+
+def assert_whole(root: Path) -> None:
+    """The root holds whole chunks, lock files and at most one index an owner."""
+    files = [path for path in root.rglob("*") if path.is_file()]
+    owners = [path.name for path in files if path.parent == root]
+    chunks = [path for path in files if path.parent != root]
+    assert len(chunks) >= 99
+    assert not [path for path in chunks if path.suffix == ".part" or path.stat().st_size % 4096]
+    assert all(re.fullmatch(r"tierkv\.lock|owner-[0-9a-f]{16}\.(lock|index)", name) for name in owners), owners
+    assert len(set(owners)) == len(owners)
