@@ -38,9 +38,7 @@ class Ours:
     """tierkv's manager with one worker that has always just finished its copy."""
 
     def __init__(self, n_slots: int) -> None:
-        plan = LevelPlan(
-            "primary", n_slots * SLOT_NBYTES, LRU(), n_slots=n_slots, slot_nbytes=SLOT_NBYTES
-        )
+        plan = LevelPlan("primary", n_slots * SLOT_NBYTES, LRU(), n_slots=n_slots, slot_nbytes=SLOT_NBYTES)
         self.page = ControlPage.private(n_ranks=1, n_slots=n_slots)
         self.manager: Any = TierKVManager(
             EpochHierarchy([plan]), [Group(0, TOKENS, sliding=False, nbytes=SLOT_NBYTES)], lambda: self.page
@@ -57,7 +55,7 @@ class Theirs:
         self.manager: Any = CPUOffloadingManager(num_chunks=n_slots, cache_policy="lru")
 
     def copied(self, direction: Direction, spec: Any) -> None:
-        """vLLM's completions need no stamps."""
+        """No stamps are needed."""
 
 
 def request(rng: random.Random, n_chunks: int, name: str) -> tuple[ReqContext, list[Any]]:
@@ -125,7 +123,7 @@ def load(side: Ours | Theirs, context: ReqContext, keys: list[Any]) -> dict[str,
     return {"lookup": looked - start, "load": prepared - looked + finished - loaded, "loaded": loaded - begin}
 
 
-def measure(n_slots: int, n_chunks: int, size: int, n_rounds: int, sides: list[Any]) -> dict[str, list[float]]:
+def measure(n_chunks: int, size: int, n_rounds: int, sides: list[Any]) -> dict[str, list[float]]:
     """Median microseconds a chunk of [ours, theirs] by operation; the two take turns round by round."""
     found: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     for round_ in range(n_rounds):
@@ -153,11 +151,11 @@ def table(n_slots: int, n_rounds: int) -> dict[tuple[int, int], dict[str, list[f
     sides = [full(n_slots, Ours), full(n_slots, Theirs)]
     gc.freeze()
     try:
-        return {
-            (n_chunks, size): measure(n_slots, n_chunks, size, n_rounds if n_chunks < 1000 else max(5, n_rounds // 4), sides)
-            for n_chunks in (64, 2048)
-            for size in (n_chunks, 16, 1)
-        }
+        results = {}
+        for n_chunks, rounds in ((64, n_rounds), (2048, max(5, n_rounds // 4))):
+            for size in (n_chunks, 16, 1):
+                results[n_chunks, size] = measure(n_chunks, size, rounds, sides)
+        return results
     finally:
         gc.unfreeze()
 

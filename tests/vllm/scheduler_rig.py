@@ -223,6 +223,7 @@ class Rig:
         n_blocks: blocks of the device; few of them make vLLM preempt.
         two_groups: a full and a sliding-window group, or the full one alone.
         tiered: whether a level lies below the primary.
+        n_below: chunks that the level below holds.
         device_caches: whether vLLM finds prefixes on the device; if not, every hit is ours.
         extra: more settings, as an operator writes them.
     """
@@ -237,6 +238,7 @@ class Rig:
         n_blocks: int = 40,
         two_groups: bool = True,
         tiered: bool = True,
+        n_below: int = 64,
         device_caches: bool = True,
         **extra: Any,
     ) -> None:
@@ -249,7 +251,7 @@ class Rig:
         } | extra
         if tiered:
             settings["secondary_tiers"] = [
-                {"type": "ShelfTier", "module_path": __name__, "capacity": 64 * 4096, "enable_kv_events": True}
+                {"type": "ShelfTier", "module_path": __name__, "capacity": n_below * 4096, "enable_kv_events": True}
             ]
         self.config = engine_config(settings, n_blocks, f"rig-{next(self._numbers)}")
         self.config.cache_config.enable_prefix_caching = device_caches
@@ -281,7 +283,7 @@ class Rig:
         with (
             set_current_vllm_config(self.config),
             mock.patch.object(worker, "open_runtime", ManualRuntime),
-            mock.patch.object(worker, "identity_digest", lambda _: bytes(32)),
+            mock.patch.object(worker, "identity_digest", return_value=bytes(32)),
         ):
             self.worker: Any = KVConnectorFactory.create_connector(
                 self.config, KVConnectorRole.WORKER, self.cache_config
@@ -400,9 +402,11 @@ class Rig:
                 break
         else:
             raise AssertionError(f"still busy: {list(self.scheduler.requests.values())}")
-        for _ in range(4):
+        for _ in range(50):  # what waits for room below takes a hook for each eviction
             self.pump()
             self.step()
+            if self.manager.hierarchy.at_rest:
+                break
 
     def reset(self) -> None:
         """As after new weights. Where loads are under way vLLM cannot preempt: then the weights stay the same."""
