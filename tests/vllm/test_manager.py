@@ -216,7 +216,7 @@ def test_sliding_groups_have_no_holes_and_no_parents(kit):
 
 
 def test_failed_device_copy_is_dropped(kit):
-    """The engine hears of a success; the stamp says otherwise: no chunk, no event, a hole, and the slot is free again."""
+    """The engine hears of a success, the stamp says otherwise: no chunk, no event, a hole, and the slot is free."""
     engine, keys = kit(), keys_of("a", 3)
     context = engine.request(keys)
     output = engine.offer(keys[:2], context)
