@@ -1,6 +1,6 @@
 """A few daemon threads for blocking calls, with asyncio futures on the other end.
 
-``concurrent.futures`` joins its threads when the interpreter exits, so one read that hangs on a dead disk would hang
+``ThreadPoolExecutor`` joins its threads when the interpreter exits, so one read that hangs on a dead disk would hang
 the exit of the whole engine. These threads are daemons and are never joined: a hung call costs its thread and no more.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -96,6 +97,10 @@ class Lane:
 
         self._submit(job)
 
+    def executor(self) -> Executor:
+        """These threads for libraries that ask for an executor, such as aiofiles."""
+        return _LaneExecutor(self)
+
     def close(self) -> None:
         """Let the threads end once they have done what is queued. Idempotent; waits for nothing."""
         with self._lock:
@@ -131,6 +136,25 @@ class Lane:
                     self._idle.notify_all()
             tell()
             del job, tell  # else an idle thread would keep the last batch's buffers alive
+
+
+class _LaneExecutor(Executor):
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - the waiter raises it
+                future.set_exception(error)
+
+        self._lane.post(call)
+        return future
 
 
 def _nobody() -> None:

@@ -87,6 +87,19 @@ DAMAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("damage", [cut(100), cut(0), triple], ids=lambda d: d.__name__)
+async def test_a_probe_puts_away_what_it_can_see_is_broken(root: Path, damage: Callable[[Path], None]) -> None:
+    """By its length; a file left lying there would be bytes that nobody counts."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        path = path_of(root, key_of(1), tier)
+        damage(path)
+        (found,) = await tier.probe([key_of(1)])
+        assert found is None
+        assert tier.counters()["corrupt"] == 1 and not path.exists()
+        assert tier.usage()["chunks_nbytes"] == 0
+
+
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("restart", [False, True])
 async def test_damage_is_a_miss_and_heals(root: Path, damage: Callable[[Path], None], restart: bool) -> None:
@@ -195,11 +208,16 @@ def device(path: Path, _: Path) -> None:
         pytest.skip("device files need privileges")
 
 
-def directory(path: Path, _: Path) -> None:
+def empty_directory(path: Path, _: Path) -> None:
     path.mkdir()
 
 
-PLANTS = [fifo, link_to_a_chunk, dangling_link, unix_socket, device, directory]
+def directory(path: Path, _: Path) -> None:
+    path.mkdir()
+    (path / "file").write_text("somebody's")
+
+
+PLANTS = [fifo, link_to_a_chunk, dangling_link, unix_socket, device, empty_directory, directory]
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda p: p.__name__)
@@ -226,7 +244,7 @@ async def _expect_miss(tier: FSTier, plant: Callable[[Path, Path], None]) -> Non
     assert await fetch(tier, chunk_of(1), chunk_of(2)) == [MISSING, OK]
     assert tier.counters()["not_regular"] == 1
     assert tier.usage()["chunks_nbytes"] == CHARGE
-    if plant is not directory:  # which may hold something: it stays, and is in the way
+    if plant is not directory:  # what it holds is not ours: it stays, and is in the way
         await store(tier, chunk_of(1))
         assert await fetch(tier, chunk_of(1)) == [OK]
 

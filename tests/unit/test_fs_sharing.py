@@ -235,6 +235,7 @@ async def test_an_adoption_is_trimmed_to_what_fits(root: Path) -> None:
         kill(two)
         three = FSTier(root, capacity=total, min_free=0)  # so that the survivor's share stays half
         await three.open(context(namespace=b"another"))
+        await scanned(three)  # which holds the dead id while it counts
         beat(one, three)
         found = await first_batches(one)
         assert 0 < len(found) < 5

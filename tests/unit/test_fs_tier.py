@@ -181,7 +181,7 @@ async def test_a_batch_answers_per_key_in_order(root: Path) -> None:
     https://github.com/vllm-project/vllm/pull/50321
     """
     async with opened(root) as tier:
-        (short,) = slots(1)
+        short, other = slots(2)
         items = [
             (chunk_of(0), _slot(0)),
             (chunk_of(1, STRIDE + 1), slots(1, 2 * STRIDE)[0]),
@@ -201,7 +201,7 @@ async def test_a_batch_answers_per_key_in_order(root: Path) -> None:
         ]
         assert isinstance(outcomes[2].error, ChunkSizeError)
         assert await fetch(tier, *(chunk_of(i) for i in range(6))) == [OK, *[Status.MISSING] * 4, OK]
-        outcomes = await tier.read([(key_of(0), short[: LONGEST - 1]), (key_of(5), short)])
+        outcomes = await tier.read([(key_of(0), short[: LONGEST - 1]), (key_of(5), other)])
         assert [o.status for o in outcomes] == [Status.FAILED, OK]
         assert isinstance(outcomes[0].error, ChunkSizeError)
         assert await fetch(tier, chunk_of(0)) == [OK]

@@ -7,14 +7,18 @@ so none outlives a process that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import aiofiles
+import aiofiles.os
 import xxhash
 
 from tierkv.tiers._fs_format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
@@ -119,24 +123,25 @@ def _entries(rows: Iterable[tuple[Any, ...]], owners: tuple[str, ...], tenants: 
         yield IndexEntry(owners[slot], pages * PAGE_NBYTES, chunk)
 
 
-def save_index(root_fd: int, owner: str, data: bytes) -> None:
-    """Write and name the file, or raise OSError and leave nothing."""
+async def save_index(root_fd: int, owner: str, data: bytes, executor: Executor) -> None:
+    """Write and name the file, on the executor's threads. What an error leaves behind, ``discard_part`` removes."""
     name, part = f"owner-{owner}.index", f"owner-{owner}.index.part"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    unlink_quietly(part, root_fd)
-    try:
-        fd = os.open(part, flags, 0o600, dir_fd=root_fd)
-        try:
-            os.fchmod(fd, 0o600)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)
-        os.rename(part, name, src_dir_fd=root_fd, dst_dir_fd=root_fd)
-    except BaseException:
-        unlink_quietly(part, root_fd)
-        raise
+
+    def opener(path: str, flags: int) -> int:
+        fd = os.open(path, flags | os.O_NOFOLLOW, 0o600, dir_fd=root_fd)
+        os.fchmod(fd, 0o600)
+        return fd
+
+    with contextlib.suppress(FileNotFoundError):
+        await aiofiles.os.unlink(part, dir_fd=root_fd, executor=executor)
+    async with aiofiles.open(part, "xb", opener=opener, executor=executor) as file:
+        await file.write(data)
+    await aiofiles.os.rename(part, name, src_dir_fd=root_fd, dst_dir_fd=root_fd, executor=executor)
+
+
+def discard_part(root_fd: int, owner: str) -> None:
+    """Remove an index that was not finished."""
+    unlink_quietly(f"owner-{owner}.index.part", root_fd)
 
 
 def index_nbytes(root_fd: int, owner: str) -> int:
@@ -153,7 +158,7 @@ def read_index(root_fd: int, owner: str, digest: bytes, *, remove: bool) -> Inde
     None if there is none; raises BadIndexError if there is one of no use.
     """
     name = f"owner-{owner}.index"
-    unlink_quietly(name + ".part", root_fd)
+    discard_part(root_fd, owner)
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=root_fd)
     except FileNotFoundError:

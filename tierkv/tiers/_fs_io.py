@@ -175,23 +175,23 @@ class ChunkFiles:
             os.close(fd)
 
     def look(self, key: ChunkKey, owner: str) -> os.stat_result | None:
-        """The key's file, unread; None if there is no regular file of a length that a chunk file can have."""
+        """What lies at the key's path, unread, links not followed; None if nothing does."""
         try:
             leaf_fd = self.open_leaf(leaf_of(key))
         except (FileNotFoundError, NotRegularError):
             return None
         try:
-            found = os.stat(file_name(key, owner), dir_fd=leaf_fd, follow_symlinks=False)
+            return os.stat(file_name(key, owner), dir_fd=leaf_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
         finally:
             os.close(leaf_fd)
-        return found if stat.S_ISREG(found.st_mode) and is_whole(found.st_size) else None
 
     def remove(self, key: ChunkKey, owner: str, *, identity: Identity | None = None) -> bool:
         """Remove the key's file; False if it was gone already. With ``identity``, only that very file.
 
-        A link or FIFO at the path is removed itself, never what it points to; a directory stays and raises OSError.
+        A link or FIFO at the path is removed itself, never what it points to; a directory with anything in it stays
+        and raises OSError.
         """
         name = file_name(key, owner)
         try:
@@ -203,7 +203,7 @@ class ChunkFiles:
                 found = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
                 if identity_of(found) != identity:
                     return False
-            os.unlink(name, dir_fd=leaf_fd)
+            unlink(name, leaf_fd)
         except FileNotFoundError:
             return False
         finally:
@@ -347,6 +347,13 @@ def direct_works(name: str, dir_fd: int) -> bool:
         os.close(fd)
 
 
+def damage(found: os.stat_result) -> str | None:
+    """The counter for what can be told to be no chunk file without reading it; None if it may be one."""
+    if not stat.S_ISREG(found.st_mode):
+        return "not_regular"
+    return None if is_whole(found.st_size) else "corrupt"
+
+
 def is_whole(file_nbytes: int) -> bool:
     """True if a chunk file can have this length."""
     return file_nbytes >= HEADER_NBYTES and file_nbytes % PAGE_NBYTES == 0
@@ -380,7 +387,15 @@ def make_directory(name: str, dir_fd: int) -> int:
     return open_directory(name, dir_fd)
 
 
-def unlink_quietly(name: str, dir_fd: int) -> None:
-    """Remove a file that is not worth an error."""
-    with contextlib.suppress(OSError):
+def unlink(name: str, dir_fd: int) -> None:
+    """Remove whatever has a name of ours, an empty directory too. Raises OSError."""
+    try:
         os.unlink(name, dir_fd=dir_fd)
+    except IsADirectoryError:
+        os.rmdir(name, dir_fd=dir_fd)
+
+
+def unlink_quietly(name: str, dir_fd: int) -> None:
+    """Remove what is not worth an error."""
+    with contextlib.suppress(OSError):
+        unlink(name, dir_fd)

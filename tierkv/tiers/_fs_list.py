@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -11,7 +10,7 @@ from tierkv.tiers._fs_books import Leaver
 from tierkv.tiers._fs_feed import Listed
 from tierkv.tiers._fs_format import FileName, file_name, is_namespace_dir, leaf_of, padded_nbytes, parse_file_name
 from tierkv.tiers._fs_index import Index
-from tierkv.tiers._fs_io import NotRegularError, Tally, is_whole, open_directory, unlink_quietly
+from tierkv.tiers._fs_io import NotRegularError, Tally, damage, open_directory, unlink_quietly
 from tierkv.tiers._fs_owners import Seat
 from tierkv.types import Chunk, ChunkKey
 
@@ -97,14 +96,10 @@ class Lister:
             found = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
-        if parsed.is_part:
-            self._tally.add("unfinished")
-        elif not stat.S_ISREG(found.st_mode):
-            self._tally.add("not_regular")
-        elif not is_whole(found.st_size):
-            self._tally.add("corrupt")
-        else:
+        what = "unfinished" if parsed.is_part else damage(found)
+        if what is None:
             return found
+        self._tally.add(what)
         unlink_quietly(name, leaf_fd)
         return None
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Final
 
 from tierkv.protocols import Clock
 from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_format import leaf_of
-from tierkv.tiers._fs_io import ChunkFiles, Identity, Tally, identity_of
+from tierkv.tiers._fs_io import ChunkFiles, Identity, Tally, damage, identity_of
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_scan import Scanner
 from tierkv.types import ChunkKey, Found
+
+_log = logging.getLogger(__name__)
 
 ABSENT_FOR_S: Final = 1.0
 """A negative answer holds this long while the scan runs or another owner may write the key."""
@@ -72,15 +75,31 @@ class Lookups:
             found = self._files.look(key, owner)
             slot = self._seat.slot_of(owner)
             if found is None:
-                if slot is not None and self._books.drop(key, owner) is not None:
-                    self._tally.add("vanished")
+                self._forget(key, owner, "vanished")
+            elif (what := damage(found)) is not None:
+                self._forget(key, owner, what)
             elif slot is None:
                 if self._shunned.get((key, owner)) != identity_of(found):
                     return Found(key, found.st_size, owned=False)
-            elif self._books.add(key, slot, owner, found.st_size) is not None:
-                return Found(key, found.st_size)
+            else:
+                held = self._books.add(key, slot, owner, found.st_size)
+                if held is not None and held.nbytes == found.st_size:
+                    return Found(key, found.st_size)
+                if held is not None:
+                    self._forget(key, owner, "corrupt")  # somebody changed its length
         self._remember_absent(key)
         return None
+
+    def _forget(self, key: ChunkKey, owner: str, why: str) -> None:
+        """There is no chunk at this path. If it is one of ours, put away what is there instead."""
+        if self._seat.slot_of(owner) is None:
+            return
+        try:
+            self._files.remove(key, owner)
+        except OSError as error:
+            _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
+        if self._books.drop(key, owner) is not None or why != "vanished":
+            self._tally.add(why)
 
     def _remember_absent(self, key: ChunkKey) -> None:
         if self._books.is_scanning:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +23,7 @@ from tierkv.tiers._fs_format import (
     namespace_digest,
     padded_nbytes,
 )
-from tierkv.tiers._fs_index import Index, IndexEntry, index_room_nbytes, pack_index, save_index
+from tierkv.tiers._fs_index import Index, IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
 from tierkv.tiers._fs_io import ChunkFiles, NotRegularError, Tally, direct_works, make_directory
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_ops import Operations
@@ -143,23 +144,47 @@ class Mount:
         self.scanner.stop()
         self.feed.close()
 
-    def close(self, order: Sequence[Chunk] | None) -> None:
-        """Write the index and let go of the root. No operation is under way, and ``stop`` was called.
-
-        Args:
-            order: chunks coldest first, as the ledger knows them; None if it never said.
-        """
+    def drain(self) -> None:
+        """Wait for the threads that look after the root; ``stop`` was called."""
         if self._keeper.ident is not None:  # an open that was cancelled never started it
             self._keeper.join()
         self._scan_lane.wait_idle()
         self._scan_lane.close()
+
+    def pack_index(self, order: Sequence[Chunk]) -> bytes | None:
+        """The index of what is held, chunks in ``order`` last; None if there is none or no room for it."""
+        if self.books.is_scanning:
+            return None
+        ids, books = self._seat.ids, self.books
+        ordered = {chunk.key: chunk for chunk in order}
+        held_keys = books.keys()
+        entries = []
+        # What the ledger never heard of or has let go is colder than all it knows.
+        for key in (*(key for key in held_keys if key not in ordered), *ordered):
+            held = books.get(key)
+            if held is not None:
+                entries.append(IndexEntry(ids[held.slot], held.nbytes, ordered.get(key) or Chunk(ChunkKey(key))))
+        covers = tuple(self._seat.held_ids())
+        data = pack_index(Index(covers, self._leaf_times(), entries), self._digest)
+        spare = max(0, books.limit_nbytes - books.used_nbytes)
+        if padded_nbytes(len(data)) > self._index_room_nbytes + spare:
+            _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))
+            return None
+        return data
+
+    async def save_index(self, data: bytes, executor: Executor) -> None:
+        """Small, and written once: through aiofiles, on our own threads."""
         try:
-            if not self.books.is_scanning:
-                self._save_index(order or ())
+            await save_index(self._root_fd, self._seat.id, data, executor)
         except OSError as error:
             _log.warning("%s: no index written (%s): the next open lists the tree", self._name, error)
-        finally:
+
+    def release(self) -> None:
+        """Let go of the root. Nothing is under way any more."""
+        try:
+            discard_part(self._root_fd, self._seat.id)
             self._seat.leave(self._owns_files())
+        finally:
             os.close(self._namespace_fd)
             os.close(self._root_fd)
 
@@ -242,24 +267,6 @@ class Mount:
             format_size(free_nbytes), format_size(ours_nbytes), self._path,
         )  # fmt: skip
         return capacity
-
-    def _save_index(self, order: Sequence[Chunk]) -> None:
-        ids, books = self._seat.ids, self.books
-        ordered = {chunk.key: chunk for chunk in order}
-        entries = []
-        held_keys = books.keys()
-        # What the ledger never heard of or has let go is colder than all it knows.
-        for key in (*(key for key in held_keys if key not in ordered), *ordered):
-            held = books.get(key)
-            if held is not None:
-                entries.append(IndexEntry(ids[held.slot], held.nbytes, ordered.get(key) or Chunk(ChunkKey(key))))
-        covers = tuple(self._seat.held_ids())
-        data = pack_index(Index(covers, self._leaf_times(), entries), self._digest)
-        spare = max(0, books.limit_nbytes - books.used_nbytes)
-        if padded_nbytes(len(data)) <= self._index_room_nbytes + spare:
-            save_index(self._root_fd, self._seat.id, data)
-        else:
-            _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))
 
     def _leaf_times(self) -> dict[str, int]:
         times = {}

@@ -119,11 +119,12 @@ class FSTier:
         # Opening cannot be interrupted half-way: a cancelled open still ends, and aclose waits for it.
         self._opening = self._probe_lane.run(Mount.open, self._name, self._wishes, ctx)
         try:
-            self._mount = await asyncio.shield(self._opening)
+            mount = await asyncio.shield(self._opening)
         except Exception:
             self._close_lanes()
             raise
-        self._mount.start()
+        mount.start()
+        self._mount = mount
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         mount = self._opened()
@@ -244,17 +245,22 @@ class FSTier:
             return
         mount.stop()
         closer = Lane(f"tierkv-{self._name}-close", 1)
-        done = closer.run(self._close_blocking, mount)
-        closer.close()
-        await asyncio.shield(done)
-
-    def _close_blocking(self, mount: Mount) -> None:
         try:
-            for lane in (self._read_lane, self._write_lane, self._probe_lane):
-                lane.wait_idle()
+            await asyncio.shield(closer.run(self._drain, mount))
+            data = await asyncio.shield(closer.run(mount.pack_index, self._order or ()))
+            if data is not None:
+                await mount.save_index(data, closer.executor())
         finally:
-            self._close_lanes()
-            mount.close(self._order)
+            # One thread, first come first served: even if we are cancelled, this runs after what was begun above.
+            released = closer.run(mount.release)
+            closer.close()
+            await asyncio.shield(released)
+
+    def _drain(self, mount: Mount) -> None:
+        for lane in (self._read_lane, self._write_lane, self._probe_lane):
+            lane.wait_idle()
+        self._close_lanes()
+        mount.drain()
 
     def _close_lanes(self) -> None:
         for lane in (self._read_lane, self._write_lane, self._probe_lane):
