@@ -293,6 +293,8 @@ class Rig:
         del self.flying[transfer.id]
         may_lose = {(transfer.target, key)} if status is not Status.OK else set()
         self.call(lambda h, _: h.finish(transfer.id, Outcome(key, status)), may_lose=may_lose)
+        if transfer.kind is not TransferKind.DELETE and status in (Status.MISSING, Status.CORRUPT):
+            assert (transfer.source, key) not in self.ready, "what was found missing or rotten is believed in no more"
 
     def end_promote(self, transfer: Transfer, fault: Status | None) -> Status:
         assert transfer.slot is not None
@@ -328,8 +330,7 @@ class Rig:
         if data != content(key):
             self.lowers[transfer.source - 1].medium.lose(key)
             return Status.CORRUPT
-        charge = self.h.levels[transfer.target].ledger.charge(transfer.chunk)
-        lower.medium.owned[key] = File(data, charge)
+        lower.medium.owned[key] = File(data, lower.charge(transfer.chunk.nbytes))
         lower.stuck.pop(key, None)
         return Status.OK
 

@@ -56,6 +56,8 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.policy = policy
         self.guards: list[list[ChunkKey]] = []
         self.rig = Rig(n_slots, policy, lowers, low_water)
+        left = data.draw(st.lists(st.sampled_from(KEYS), max_size=6), label="left by an earlier process")
+        self.rig.absorb(1, [(key, True, False) for key in left])
         for part in data.draw(st.lists(requests, max_size=4), label="stored before"):
             self.serve(part)
 

@@ -1,0 +1,291 @@
+"""Bugs planted one at a time, to see that a state machine dies of each.
+
+Run by hand before a release::
+
+    python -m tests.property.mutants [word ...]
+
+Each bug is a textual patch to a copy of the package; one that no longer applies is an error, so the list stays true.
+The machines run as in the ``ci`` profile, without shrinking. Words choose the bugs whose names contain one of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+RUN = """
+import sys
+from hypothesis import HealthCheck, Phase, settings
+settings.register_profile("hunt", max_examples=200, deadline=None, derandomize=True, database=None,
+    phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+settings.load_profile("hunt")
+from tests.property.test_hierarchy_machine import test_three_levels, test_two_levels
+from tests.property.test_ledger_machine import test_ledger_agrees_with_its_model
+from tierkv._level import Writes
+hunts = [("two levels, cascade", lambda: test_two_levels(Writes.CASCADE)),
+    ("two levels, demote", lambda: test_two_levels(Writes.DEMOTE)),
+    ("three levels, mixed", lambda: test_three_levels(None)),
+    ("three levels, demote", lambda: test_three_levels(Writes.DEMOTE)),
+    ("ledger, slots", lambda: test_ledger_agrees_with_its_model("lru", True)),
+    ("ledger, bytes", lambda: test_ledger_agrees_with_its_model("in_order", False))]
+for name, hunt in hunts:
+    try:
+        hunt()
+    except BaseException as error:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        print(f"{name}: {type(error).__name__} {str(error).splitlines()[0][:70] if str(error) else ''}")
+        sys.exit(1)
+"""
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+LEDGER, FLOW, HIERARCHY, LEVEL = (f"tierkv/_{name}.py" for name in ("ledger", "flow", "hierarchy", "level"))
+
+MUTANTS = [
+    Mutant(
+        "a copy down forgets to release its source",
+        FLOW,
+        "            self._release(above, flight.source)\n            self._pump_up(level.index)",
+        "            self._pump_up(level.index)",
+    ),
+    Mutant(
+        "a slot is freed before its writer has ended",
+        FLOW,
+        "            if ended:\n                self._writer_ended(top, entry)",
+        "            self._writer_ended(top, entry)",
+    ),
+    Mutant(
+        "a slot is freed while a copy or lease reads it",
+        FLOW,
+        "if entry.state is not GONE or not entry.settled:",
+        "if entry.state is not GONE or entry.writing or entry.holds < 0:",
+    ),
+    Mutant(
+        "a shielded key is evicted",
+        HIERARCHY,
+        "if entry.chunk.key in shielded or entry.chunk.key in guarded:",
+        "if entry.chunk.key in guarded:",
+    ),
+    Mutant(
+        "a guarded key is evicted",
+        FLOW,
+        "accept = self._unguarded if self.guarded else None",
+        "accept = None",
+    ),
+    Mutant(
+        "an offered key is evicted",
+        HIERARCHY,
+        "protect: set[ChunkKey | None] = {chunk.key for chunk in request}",
+        "protect: set[ChunkKey | None] = set()",
+    ),
+    Mutant(
+        "a trim evicts what was just offered",
+        FLOW,
+        "{*shielded, *(chunk.key for chunk in request)}",
+        "{*shielded}",
+    ),
+    Mutant(
+        "a parent leaves before the child that was passed over",
+        LEDGER,
+        "                    blocked.add(entry.chunk.parent)\n",
+        "",
+    ),
+    Mutant(
+        "a parent leaves before the child that is being demoted",
+        FLOW,
+        "                staying.add(entry.chunk.parent)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a pending chunk is a victim",
+        LEDGER,
+        "if entry.state is READY and not entry.holds and key",
+        "if not entry.holds and key",
+    ),
+    Mutant(
+        "a held chunk is a victim",
+        LEDGER,
+        "if entry.state is READY and not entry.holds and key",
+        "if entry.state is READY and key",
+    ),
+    Mutant(
+        "the policy is not told of a hold",
+        LEDGER,
+        " and self._pin_aware is not None:\n            self._pin_aware.hold(entry.chunk.key)\n\n    def release",
+        " and False:\n            self._pin_aware.hold(entry.chunk.key)\n\n    def release",
+    ),
+    Mutant(
+        "a refusal is not counted",
+        FLOW,
+        "        if reason is not None:\n            level.counts.refuse(reason)\n            return False",
+        "        if reason is not None:\n            return False",
+    ),
+    Mutant("a key given twice is counted once", HIERARCHY, "len(present) + n_twice", "len(present)"),
+    Mutant(
+        "a stored event is told twice",
+        FLOW,
+        "            self._emit(level, EventKind.STORED, entry.chunk)\n        else:",
+        "            self._emit(level, EventKind.STORED, entry.chunk)\n"
+        "            self._emit(level, EventKind.STORED, entry.chunk)\n        else:",
+    ),
+    Mutant(
+        "a removal of what was never told",
+        FLOW,
+        "        if state is READY:\n            if reason is Reason.EVICTED:",
+        "        if True:\n            if reason is Reason.EVICTED:",
+    ),
+    Mutant(
+        "a share that shrank is written beyond",
+        LEDGER,
+        "return self.capacity_nbytes - self.pending_nbytes",
+        "return max(self.capacity_nbytes, 300) - self.pending_nbytes",
+    ),
+    Mutant(
+        "bytes are booked at the payload, not at the charge",
+        LEDGER,
+        "        return chunk.nbytes if self._charge is None else self._charge(chunk.nbytes)",
+        "        return chunk.nbytes",
+    ),
+    Mutant(
+        "a busy key is written again",
+        FLOW,
+        "if chunk.key in level.leaving or chunk.key in level.waiting:",
+        "if chunk.key in level.waiting:",
+    ),
+    Mutant(
+        "a late success stays on the medium",
+        FLOW,
+        "            entry.stored = True\n            self._unstick",
+        "            self._unstick",
+    ),
+    Mutant(
+        "an eviction below frees its bytes before the deletion",
+        FLOW,
+        "        if level.index and entry.owned and entry.stored:\n",
+        "        if level.index and entry.owned and entry.stored:\n            level.ledger.quarantined_nbytes -= 1\n",
+    ),
+    Mutant(
+        "a source is read while it is deleted",
+        HIERARCHY,
+        "            level.ledger.hold(below)  # making",
+        "            pass  # making",
+    ),
+    Mutant(
+        "an eviction under demote does not wait for the copy",
+        FLOW,
+        "return lambda entry: entry.demote_refused or",
+        "return lambda entry: True or",
+    ),
+    Mutant(
+        "a corrupt source is believed in",
+        FLOW,
+        "outcome.status in (Status.MISSING, Status.CORRUPT):",
+        "outcome.status is Status.MISSING:",
+    ),
+    Mutant(
+        "a write waits for ever behind a demotion",
+        FLOW,
+        "for level in reversed(self.levels[: lowest + 1] if lowest >= 0 else self.levels):",
+        "for level in [self.levels[lowest]]:",
+    ),
+    Mutant(
+        "what a scan finds is written all the same",
+        FLOW,
+        "            if level.ledger.get(chunk.key) is not None:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "a failed deletion is forgotten",
+        FLOW,
+        "        if outcome.ok or outcome.status is Status.MISSING:\n            self._free",
+        "        if True:\n            self._free",
+    ),
+    Mutant(
+        "a broken level answers hits",
+        LEVEL,
+        "or not self.open or self.ledger.expired(entry)",
+        "or self.ledger.expired(entry)",
+    ),
+    Mutant(
+        "an expired chunk answers a hit", LEVEL, "or not self.open or self.ledger.expired(entry)", "or not self.open"
+    ),
+    Mutant(
+        "a foreign chunk is charged to us",
+        LEDGER,
+        "        if owned:\n            self.ready_nbytes += charge_nbytes",
+        "        if True:\n            self.ready_nbytes += charge_nbytes",
+    ),
+    Mutant(
+        "the tail of an offer is taken first",
+        HIERARCHY,
+        "wanted.sort(key=_end_token)",
+        "wanted.sort(key=_end_token, reverse=True)",
+    ),
+    Mutant(
+        "victims depend on the order of the caller's set",
+        HIERARCHY,
+        "        for entry in self.primary.victims(None if everybody else may_leave, protect, short):",
+        "        short += level.plan.slot_nbytes * (next(iter(shielded), b'') > b'b')\n"
+        "        for entry in self.primary.victims(None if everybody else may_leave, protect, short):",
+    ),
+    Mutant(
+        "a promotion ignores its limit",
+        HIERARCHY,
+        "if found is None or (limit is not None and len(sources) >= limit):",
+        "if found is None:",
+    ),
+    Mutant(
+        "a slot keeps its generation",
+        LEDGER,
+        "        self._generations[entry.slot] += 1\n        self._free_slots.append(entry.slot)\n\n    def free",
+        "        self._free_slots.append(entry.slot)\n\n    def free",
+    ),
+    Mutant("a reset forgets what waits", HIERARCHY, "            self._refuse_waiting(level, Reason.RESET)\n", ""),
+]
+
+
+def killed_by(mutant: Mutant) -> str | None:
+    """What died of the bug, or None if nothing did."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("tierkv", "tests"):
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        file = Path(folder) / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            sys.exit(f"{mutant.name}: its patch applies {text.count(mutant.old)} times to {mutant.file}")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        run = subprocess.run([sys.executable, "-c", RUN], cwd=folder, capture_output=True, text=True, check=False)
+    if not run.returncode:
+        return None
+    return run.stdout.strip().splitlines()[-1] if run.stdout.strip() else run.stderr.strip().splitlines()[-1]
+
+
+def main(words: list[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not words or any(word in mutant.name for word in words)]
+    survivors = []
+    for mutant in chosen:
+        began = time.monotonic()
+        death = killed_by(mutant)
+        print(f"{mutant.name:56} {time.monotonic() - began:5.1f} s  {death or 'SURVIVED'}", flush=True)
+        if death is None:
+            survivors.append(mutant.name)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return len(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
