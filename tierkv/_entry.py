@@ -42,7 +42,7 @@ class Entry:
         self.generation: int = 0
         self.holds: int = 0
         """Leases and copies out of it: while positive it is no victim and its space is not reused."""
-        self.writing: bool = False
+        self.writing: bool = state is PENDING
         """A copy into it has not ended."""
         self.stored: bool = state is READY
         """The medium holds it: leaving takes a deletion where the level is not the primary."""

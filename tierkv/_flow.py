@@ -268,7 +268,10 @@ class Flow:
         if reason is Reason.EVICTED and ledger.expired(entry):
             reason = Reason.EXPIRED
         at_once = not level.index and not entry.holds and not entry.writing
-        (ledger.drop if at_once else ledger.remove)(entry, evicted=reason is Reason.EVICTED)
+        if at_once:
+            ledger.drop((entry,), evicted=reason is Reason.EVICTED)
+        else:
+            ledger.remove(entry, evicted=reason is Reason.EVICTED)
         if level.index:
             level.leaving[entry.chunk.key] = entry
         if state is READY:
@@ -285,6 +288,18 @@ class Flow:
             level.counts.refuse(reason)
         if not at_once:
             self._settle(level, entry)
+
+    def _evict(self, level: LevelBooks, victims: Sequence[Entry]) -> None:
+        """Entries of the primary that :meth:`Ledger.victims` chose leave together."""
+        if level.demotes or level.ledger.expires:
+            for entry in victims:
+                self._leave(level, entry, Reason.EVICTED)
+            return
+        level.ledger.drop(victims, evicted=True)
+        level.counts.evicted += len(victims)
+        if self.record_events:
+            for entry in victims:
+                self._emit(level, EventKind.REMOVED, entry.chunk, Reason.EVICTED)
 
     def _writer_ended(self, level: LevelBooks, entry: Entry) -> None:
         entry.writing = False

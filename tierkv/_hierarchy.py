@@ -115,26 +115,28 @@ class Hierarchy(Flow):
         one slot. Nothing offered, shielded, held or pending is evicted to make room; a full refusal changes nothing.
         ``tentative`` callers offer what was FULL again if told to ``retry``: it is counted only then.
         """
-        level = self.levels[0]
+        level, get, admits = self.levels[0], self.primary.get, self.primary.admits
+        slot_nbytes, everybody = level.plan.slot_nbytes, level.plan.admission is None
         present: list[Entry] = []
         refused: list[tuple[Chunk, Reason]] = []
         fresh: dict[ChunkKey, Chunk] = {}
         n_twice = 0
         for chunk in chunks:
-            entry = self.primary.get(chunk.key)
+            key = chunk.key
+            entry = get(key)
             if entry is not None and self.primary.expired(entry) and not entry.holds:
                 self._leave(level, entry, Reason.EXPIRED)
                 entry = None
             if entry is not None:
                 present.append(entry)
-            elif chunk.key in fresh:
+            elif key in fresh:
                 n_twice += 1
-            elif chunk.nbytes > level.plan.slot_nbytes:
+            elif chunk.nbytes > slot_nbytes:
                 refused.append((chunk, Reason.TOO_LARGE))
-            elif not self.primary.admits(chunk):
+            elif not (everybody or admits(chunk)):
                 refused.append((chunk, Reason.NOT_ADMITTED))
             else:
-                fresh[chunk.key] = chunk
+                fresh[key] = chunk
         wanted = list(fresh.values())
         wanted.sort(key=_end_token)  # stable, and quick where they are in order
         reserved = self._take_primary(wanted, chunks, shielded) if wanted else []
@@ -197,8 +199,7 @@ class Hierarchy(Flow):
             return False if patience else None
 
         everybody = droppable is None and not shielded and not guarded
-        for entry in self.primary.victims(None if everybody else may_leave, protect, short):
-            self._leave(level, entry, Reason.EVICTED)
+        self._evict(level, self.primary.victims(None if everybody else may_leave, protect, short))
         reserved = self.primary.reserve(wanted)
         if level.demotes and len(reserved) < len(wanted):
             # Leaving takes a copy here: start it for those who will ask again.

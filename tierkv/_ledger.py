@@ -99,6 +99,11 @@ class Ledger:
     def admits(self, chunk: Chunk) -> bool:
         return self._admission is None or self._admission.admits(chunk)
 
+    @property
+    def expires(self) -> bool:
+        """The policy lets chunks expire."""
+        return self._expiring is not None
+
     def expired(self, entry: Entry) -> bool:
         """True if the policy lets chunks expire and this READY one has: it answers a miss."""
         return (
@@ -110,7 +115,7 @@ class Ledger:
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
         taken: list[Entry] = []
-        index, slots, charge = self._index, self._free_slots, self._slot_nbytes
+        index, slots, charge, generations = self._index, self._free_slots, self._slot_nbytes, self._generations
         free = available = self.free_nbytes  # with slots, exactly the free ones
         for chunk in chunks:
             if slots is None:
@@ -119,10 +124,9 @@ class Ledger:
                 break
             assert chunk.key not in index, "a key is reserved once"
             entry = Entry(chunk, charge, PENDING)
-            entry.writing = True
             if slots is not None:
                 entry.slot = slot = slots.pop()
-                entry.generation = self._generations[slot]
+                entry.generation = generations[slot]
             free -= charge
             index[chunk.key] = entry
             taken.append(entry)
@@ -241,23 +245,29 @@ class Ledger:
         gained = 0
         if enough_nbytes <= 0:
             return chosen
+        index = self._index
         blocked: set[ChunkKey | None] = set()
         order = self.policy.victims()
         try:
             for key in order:
-                entry = self._index[key]
+                entry = index[key]
                 taken: bool | None = False
-                if entry.state is READY and not entry.holds and key not in protect and key not in blocked:
+                if (
+                    entry.state is READY
+                    and not entry.holds
+                    and key not in protect
+                    and (not blocked or key not in blocked)
+                ):
                     taken = accept is None or accept(entry)
-                if taken is None:
+                if taken:
+                    chosen.append(entry)
+                    gained += entry.charge_nbytes
+                    if gained >= enough_nbytes or len(chosen) == at_most:
+                        break
+                elif taken is None:
                     break
-                if not taken:
+                else:
                     blocked.add(entry.chunk.parent)
-                    continue
-                chosen.append(entry)
-                gained += entry.charge_nbytes
-                if gained >= enough_nbytes or len(chosen) == at_most:
-                    break
         finally:
             if isinstance(order, Generator):
                 order.close()
@@ -298,16 +308,27 @@ class Ledger:
         entry.state = GONE
         self._gone[id(entry)] = entry
 
-    def drop(self, entry: Entry, *, evicted: bool) -> None:
-        """:meth:`remove` and :meth:`free` at once: a READY entry of ours that nothing touches, in a slot."""
-        assert entry.state is READY and entry.settled and self._free_slots is not None
-        key = entry.chunk.key
-        del self._index[key]
-        self.ready_nbytes -= entry.charge_nbytes
-        self.policy.on_remove(key, evicted=evicted)
-        entry.state = GONE
-        self._generations[entry.slot] += 1
-        self._free_slots.append(entry.slot)
+    def drop(self, entries: Sequence[Entry], *, evicted: bool) -> None:
+        """:meth:`remove` and :meth:`free` at once: READY entries of ours that nothing touches, in slots."""
+        assert self._free_slots is not None
+        index, generations, put_back, on_remove = (
+            self._index,
+            self._generations,
+            self._free_slots,
+            self.policy.on_remove,
+        )
+        nbytes = 0
+        for entry in entries:
+            assert entry.state is READY and not entry.writing and not entry.holds
+            key = entry.chunk.key
+            del index[key]
+            on_remove(key, evicted=evicted)
+            entry.state = GONE
+            slot = entry.slot
+            generations[slot] += 1
+            put_back.append(slot)
+            nbytes += entry.charge_nbytes
+        self.ready_nbytes -= nbytes
 
     def free(self, entry: Entry) -> None:
         """Give a GONE entry's space back. Nothing may touch it any more."""

@@ -8,7 +8,7 @@ that every copy on them has ended.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tierkv._hierarchy import Hierarchy
@@ -27,6 +27,11 @@ class StoreJob(NamedTuple):
     request: Request
 
 
+class LoadJob(NamedTuple):
+    ticket: int
+    entries: list[Entry]
+
+
 class Abandoned(NamedTuple):
     """A copy that runs on although nobody waits for it."""
 
@@ -43,10 +48,9 @@ class Jobs:
         # One counter for all slots: a number that rises over all of them rises on each of them.
         self._tickets = itertools.count(1)
         self._stores: dict[ChunkKey, StoreJob] = {}
-        self._loads: dict[ChunkKey, list[tuple[int, Entry]]] = {}
+        # By exactly their keys, which is all that vLLM says when one has ended; equal loads may run at once.
+        self._loads: dict[frozenset[ChunkKey], list[LoadJob]] = {}
         self._abandoned: list[Abandoned] = []
-        self.n_loading = 0
-        self.n_storing = 0
 
     @property
     def n_abandoned(self) -> int:
@@ -60,22 +64,16 @@ class Jobs:
         stores = self._stores
         for entry in entries:
             stores[entry.chunk.key] = job
-        self.n_storing += len(entries)
         return _spec(job.ticket, entries, generation)
 
-    def open_load(self, entries: list[Entry], generation: int) -> SlotSpec:
+    def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
-        ticket = next(self._tickets)
-        loads, hold = self._loads, self._hierarchy.hold
+        job = LoadJob(next(self._tickets), entries)
+        hold = self._hierarchy.primary.hold
         for entry in entries:
             hold(entry)
-            key = entry.chunk.key
-            if key in loads:
-                loads[key].append((ticket, entry))
-            else:
-                loads[key] = [(ticket, entry)]
-        self.n_loading += len(entries)
-        return _spec(ticket, entries, generation)
+        self._loads.setdefault(frozenset(keys), []).append(job)
+        return _spec(job.ticket, entries, generation)
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -92,7 +90,6 @@ class Jobs:
             if job is not None:
                 jobs[job.ticket] = job
                 closed.append(key)
-        self.n_storing -= len(closed)
         dropped: list[tuple[StoreJob, list[Entry]]] = []
         for ticket in sorted(jobs):
             job = jobs[ticket]
@@ -107,27 +104,26 @@ class Jobs:
 
     def close_load(self, keys: Collection[ChunkKey]) -> None:
         """A load has ended on every rank, says vLLM. Keys without an open load are ignored: they are late."""
-        loads, release = self._loads, self._hierarchy.release
-        for key in keys:
-            open_loads = loads.get(key)
-            if open_loads is None:
-                continue
-            _, entry = open_loads.pop(0)
-            if not open_loads:
-                del loads[key]
-            self.n_loading -= 1
+        of_keys = frozenset(keys)
+        jobs = self._loads.get(of_keys)
+        if jobs is None:
+            return
+        job = jobs.pop(0)
+        if not jobs:
+            del self._loads[of_keys]
+        release = self._hierarchy.release
+        for entry in job.entries:
             release(entry)
 
     def abandon(self) -> None:
         """A reset: forget every open job, but let no slot go before its copy has ended."""
-        for job in {job.ticket: job for job in self._stores.values()}.values():
-            open_entries = [entry for entry in job.entries if self._stores.get(entry.chunk.key) is job]
-            self._abandon_stores(job.ticket, open_entries, Reason.RESET)
-        for open_loads in self._loads.values():
-            self._abandoned += [Abandoned(Direction.LOAD, ticket, entry) for ticket, entry in open_loads]
+        for store in {store.ticket: store for store in self._stores.values()}.values():
+            open_entries = [entry for entry in store.entries if self._stores.get(entry.chunk.key) is store]
+            self._abandon_stores(store.ticket, open_entries, Reason.RESET)
+        for job in (job for jobs in self._loads.values() for job in jobs):
+            self._abandoned += [Abandoned(Direction.LOAD, job.ticket, entry) for entry in job.entries]
         self._stores.clear()
         self._loads.clear()
-        self.n_storing = self.n_loading = 0
 
     def sweep(self, page: ControlPage | None) -> None:
         """Let go of abandoned slots whose stamps have come."""
@@ -171,6 +167,6 @@ class Jobs:
         self._abandoned += [Abandoned(Direction.STORE, ticket, entry) for entry in entries]
 
 
-def _spec(ticket: int, entries: Iterable[Entry], generation: int) -> SlotSpec:
+def _spec(ticket: int, entries: Sequence[Entry], generation: int) -> SlotSpec:
     slots = [entry.slot for entry in entries]
     return SlotSpec(slots, (ticket,) * len(slots), generation, [entry.chunk.group for entry in entries])

@@ -100,6 +100,16 @@ class ChunkMaker:
             chunks += _run(run, self._groups[suffix], position, request)
         return chunks
 
+    def known(self, entries: Sequence[Entry], context: Any, request: Request) -> Sequence[Chunk]:
+        """Chunks about to be loaded; made again where an entry, found by a scan, knows too little of its own."""
+        chunks = [entry.chunk for entry in entries]
+        group = self._only
+        if group is None or not chunks or any(chunk.parent is None for chunk in chunks[1:]) or not chunks[0].end_token:
+            return self.make([chunk.key for chunk in chunks], context, request)
+        if not group.sliding:
+            request.tails[group.group_id] = (chunks[-1].end_token, chunks[-1].key)
+        return chunks
+
     def one(self, key: ChunkKey, context: Any, parent: ChunkKey | None) -> Chunk:
         """A chunk that a lookup has found below."""
         group = self.group(key)

@@ -86,12 +86,14 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     def prepare_load(self, keys: Collection[ChunkKey], req_context: ReqContext) -> SlotSpec:
         """Pin chunks that were answered as hits in this step, until ``complete_load``."""
         get = self._get
-        entries = [get(key) for key in keys]
-        assert all(entry is not None and entry.state is READY for entry in entries), "vLLM loads hits of this step only"
+        entries: list[Any] = [get(key) for key in keys]
+        assert not any(entry is None or entry.state is not READY for entry in entries), (
+            "vLLM loads this step's hits only"
+        )
         page = self._page()
         request = self._request(req_context)
-        spec = self._jobs.open_load(entries, page.generation if page is not None else 0)  # type: ignore[arg-type]
-        self._used(self._maker.make(keys, req_context, request), request)
+        spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
+        self._used(self._maker.known(entries, req_context, request), request)
         self._count_hits(keys, request)
         self._leases.end(request)
         return spec
