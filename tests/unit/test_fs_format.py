@@ -56,14 +56,15 @@ def test_what_does_not_fit_is_said_before_it_is_written() -> None:
     assert not fmt.fits_a_header(Chunk(ChunkKey(b"")))
     assert not fmt.fits_a_header(Chunk(ChunkKey(bytes(fmt.MAX_KEY_NBYTES + 1))))
     assert not fmt.fits_a_header(Chunk(ChunkKey(b"k"), tenant="x" * 4096))
-    name = fmt.file_name(bytes(fmt.MAX_KEY_NBYTES), OWNER) + fmt.PART
+    name = fmt.part_name(fmt.file_name(bytes(fmt.MAX_KEY_NBYTES), OWNER), 511)
     assert len(name) <= 255 and fmt.parse_file_name(name) is not None
 
 
 @given(keys, st.booleans())
 def test_names_go_both_ways(key: ChunkKey, is_part: bool) -> None:
     """A chunk file's name says its key, its owner and whether it is finished."""
-    name = fmt.file_name(key, OWNER) + (fmt.PART if is_part else "")
+    name = fmt.file_name(key, OWNER)
+    name = fmt.part_name(name, 0x1F) if is_part else name
     assert fmt.parse_file_name(name) == (key, OWNER, is_part)
 
 

@@ -253,11 +253,14 @@ async def test_planted_unfinished_names_do_not_lead_writes_astray(root: Path, tm
     """A link at the name that a write starts with is replaced, not written through."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
-    async with opened(root) as tier:
+    async with opened(root, n_read_threads=1, n_write_threads=1) as tier:
         await store(tier, chunk_of(1))
         path = path_of(root, key_of(1), tier)
         for plant in (lambda p: p.symlink_to(victim), lambda p: p.symlink_to(tmp_path / "new"), os.mkfifo):
-            plant(path.with_name(path.name + ".part"))
+            for worker in range(2):
+                part = path.with_name(f"{path.name}.part{worker}")
+                part.unlink(missing_ok=True)
+                plant(part)
             await store(tier, chunk_of(1))
             assert await fetch(tier, chunk_of(1)) == [OK]
     assert victim.read_bytes() == b"precious" and not (tmp_path / "new").exists()

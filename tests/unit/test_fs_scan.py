@@ -157,7 +157,7 @@ async def test_an_index_without_room_is_not_written(root: Path) -> None:
     """The capacity is hard for the index too; the next open lists the tree."""
 
     def long_key(i: int) -> ChunkKey:
-        return ChunkKey(key_of(i).ljust(116, b"x"))
+        return ChunkKey(key_of(i).ljust(115, b"x"))
 
     chunks = [Chunk(long_key(i), parent=long_key(i - 1), nbytes=1) for i in range(59)]
     capacity = 3 * PAGE + 60 * charge_nbytes(1)

@@ -6,7 +6,7 @@ A root looks like this::
     root/owner-<owner id>.lock                         flock-held by a living owner; see _fs_owners
     root/owner-<owner id>.index                        written by a clean close; see _fs_index
     root/<namespace digest>/<leaf>/<key hex>.<owner id>        a whole chunk: header, payload, zeros up to 4 KiB
-    root/<namespace digest>/<leaf>/<key hex>.<owner id>.part   one that its owner is writing
+    root/<namespace digest>/<leaf>/<key hex>.<owner id>.part<n>  one that its owner's worker n is writing
 
 Everything else in a root is foreign and never touched or counted.
 """
@@ -33,10 +33,10 @@ N_LEAVES: Final = 256
 LEAVES: Final = tuple(f"{i:02x}" for i in range(N_LEAVES))
 PART: Final = ".part"
 ROOT_LOCK: Final = "tierkv.lock"
-MAX_KEY_NBYTES: Final = 116
-"""File names end at 255 bytes: two hex digits a byte, a dot, 16 digits of owner id, ``.part``."""
+MAX_KEY_NBYTES: Final = 115
+"""File names end at 255 bytes: two hex digits a byte, a dot, 16 digits of owner id, ``.part`` and a number."""
 
-_NAME = re.compile(r"([0-9a-f]{2,232})\.([0-9a-f]{16})(\.part)?")
+_NAME = re.compile(r"([0-9a-f]{2,230})\.([0-9a-f]{16})(\.part[0-9a-f]{0,3})?")
 _OWNER_FILE = re.compile(r"owner-([0-9a-f]{16})\.(lock|index|index\.part)")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -100,6 +100,11 @@ def leaf_of(key: bytes) -> str:
 
 def file_name(key: bytes, owner: str) -> str:
     return f"{key.hex()}.{owner}"
+
+
+def part_name(name: str, worker: int) -> str:
+    """Unfinished files are told apart by their worker, so that two writes of one key cannot mix."""
+    return f"{name}{PART}{worker:x}"
 
 
 def parse_file_name(name: str) -> FileName | None:

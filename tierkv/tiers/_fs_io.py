@@ -22,7 +22,6 @@ from tierkv.errors import ChunkSizeError
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
-    PART,
     BadHeaderError,
     Header,
     checksum,
@@ -30,6 +29,7 @@ from tierkv.tiers._fs_format import (
     leaf_of,
     pack_header,
     padded_nbytes,
+    part_name,
     unpack_header,
 )
 from tierkv.types import Chunk, ChunkKey
@@ -88,6 +88,8 @@ class Scratch(NamedTuple):
 
     header: memoryview
     tail: memoryview
+    worker: int
+    """Number of whoever holds these pages; no two do at a time."""
 
 
 class ScratchRing:
@@ -99,7 +101,7 @@ class ScratchRing:
     def __init__(self, n: int) -> None:
         memory = memoryview(mmap.mmap(-1, n * 2 * PAGE_NBYTES))
         pages = [memory[i * PAGE_NBYTES : (i + 1) * PAGE_NBYTES] for i in range(2 * n)]
-        self._free = deque(Scratch(*pages[2 * i : 2 * i + 2]) for i in range(n))
+        self._free = deque(Scratch(pages[2 * i], pages[2 * i + 1], i) for i in range(n))
 
     def take(self) -> Scratch:
         return self._free.popleft()
@@ -141,13 +143,14 @@ class ChunkFiles:
             scratch.tail[tail_nbytes:] = _ZEROS[: PAGE_NBYTES - tail_nbytes]
             parts.append(scratch.tail)
         name = file_name(chunk.key, owner)
+        part = part_name(name, scratch.worker)
         leaf_fd = self._make_leaf(leaf_of(chunk.key))
         try:
             try:
-                self._write_part(leaf_fd, name + PART, parts)
-                os.rename(name + PART, name, src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
+                self._write_part(leaf_fd, part, parts)
+                os.rename(part, name, src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
             except BaseException:
-                unlink_quietly(name + PART, leaf_fd)
+                unlink_quietly(part, leaf_fd)
                 raise
             if self._durable:
                 os.fsync(leaf_fd)

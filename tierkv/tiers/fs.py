@@ -151,7 +151,7 @@ class FSTier:
         """Store each chunk; an earlier copy is replaced in one step.
 
         REFUSED: ``SCANNING`` before the start-up trim has ended, ``FULL`` beyond this process's share, ``NO_SPACE`` on
-        a full disk, ``TOO_LARGE`` for a payload over ``chunk_nbytes`` or a key over 116 bytes. FAILED: the file system
+        a full disk, ``TOO_LARGE`` for a payload over ``chunk_nbytes`` or a key over 115 bytes. FAILED: the file system
         said something else. In each of these cases nothing is left behind.
         """
         mount = self._opened()
