@@ -102,7 +102,7 @@ MUTANTS = [
         "a parent leaves before the child that was passed over",
         LEDGER,
         "                    blocked.add(entry.chunk.parent)\n",
-        "",
+        "                    pass\n",
     ),
     Mutant(
         "a parent leaves before the child that is being demoted",
@@ -113,14 +113,14 @@ MUTANTS = [
     Mutant(
         "a pending chunk is a victim",
         LEDGER,
-        "if entry.state is READY and not entry.holds and key",
-        "if not entry.holds and key",
+        "                    entry.state is READY\n                    and not entry.holds\n",
+        "                    not entry.holds\n",
     ),
     Mutant(
         "a held chunk is a victim",
         LEDGER,
-        "if entry.state is READY and not entry.holds and key",
-        "if entry.state is READY and key",
+        "                    entry.state is READY\n                    and not entry.holds\n",
+        "                    entry.state is READY\n",
     ),
     Mutant(
         "the policy is not told of a hold",
@@ -238,9 +238,9 @@ MUTANTS = [
     Mutant(
         "victims depend on the order of the caller's set",
         HIERARCHY,
-        "        for entry in self.primary.victims(None if everybody else may_leave, protect, short):",
+        "        everybody = droppable is None and",
         "        short += level.plan.slot_nbytes * (next(iter(shielded), b'') > b'b')\n"
-        "        for entry in self.primary.victims(None if everybody else may_leave, protect, short):",
+        "        everybody = droppable is None and",
     ),
     Mutant(
         "a promotion ignores its limit",
@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         "a slot keeps its generation",
         LEDGER,
-        "        self._generations[entry.slot] += 1\n        self._free_slots.append(entry.slot)\n\n    def free",
-        "        self._free_slots.append(entry.slot)\n\n    def free",
+        "            generations[slot] += 1\n",
+        "",
     ),
     Mutant("a reset forgets what waits", HIERARCHY, "            self._refuse_waiting(level, Reason.RESET)\n", ""),
 ]
@@ -267,7 +267,9 @@ def killed_by(mutant: Mutant) -> str | None:
         text = file.read_text()
         if text.count(mutant.old) != 1:
             sys.exit(f"{mutant.name}: its patch applies {text.count(mutant.old)} times to {mutant.file}")
-        file.write_text(text.replace(mutant.old, mutant.new))
+        text = text.replace(mutant.old, mutant.new)
+        compile(text, mutant.file, "exec")
+        file.write_text(text)
         run = subprocess.run([sys.executable, "-c", RUN], cwd=folder, capture_output=True, text=True, check=False)
     if not run.returncode:
         return None

@@ -117,6 +117,8 @@ class Rig:
         self.fresh_events: list[Event] = []
         """Events of the latest call."""
         self.fresh_transfers: list[Transfer] = []
+        self.tenants: dict[tuple[int, int], Entry] = {}
+        """Who had a slot in which of its generations."""
         self.whole = True
         """The latest call was proved: False once anything has failed."""
 
@@ -263,6 +265,8 @@ class Rig:
 
     def check_bytes(self) -> None:
         for entry in self.h.primary:
+            tenant = self.tenants.setdefault((entry.slot, entry.generation), entry)
+            assert tenant is entry, "a slot that is reused has another generation"
             if entry.state is READY:
                 assert self.slots[entry.slot].startswith(content(entry.key)), "no wrong bytes (2)"
         for lower, level in zip(self.lowers, self.h.levels[1:], strict=True):

@@ -256,8 +256,11 @@ class HierarchyMachine(RuleBasedStateMachine):
         rig = self.rig
         levels = data.draw(st.none() | st.sets(st.integers(0, self.n_lower), min_size=1), label="levels")
         chosen = range(rig.n_levels) if levels is None else sorted(levels)
+        waited = [waiting for i in chosen for waiting in rig.h.levels[i].waiting.values()]
         rig.call(lambda h, _: h.reset(levels), may_lose={(i, key) for i in chosen for key in KEYS})
         assert all(not len(rig.h.levels[i].ledger) for i in chosen)
+        waits = [waiting for i in chosen for waiting in rig.h.levels[i].waiting.values()]
+        assert not any(old is new for old in waited for new in waits), "what waited is not stored after a reset"
 
     def file_fails(self, data: st.DataObject) -> None:
         """A file vanishes, or its bytes change, behind everybody's back."""
