@@ -14,7 +14,7 @@ from tierkv.protocols import Admission
 from tierkv.testing._clock import ManualClock
 from tierkv.testing._keys import AWKWARD, Counted, counted, salted
 from tierkv.testing._policy import quiet
-from tierkv.testing._rules import Report, fail, require
+from tierkv.testing._rules import Report, fail, plainly, require
 from tierkv.types import Chunk, ChunkKey
 
 ORDINARY: Final = Chunk(ChunkKey(b"ordinary" * 4), ChunkKey(b"its parent" * 3), 0, 128, 4096)
@@ -74,7 +74,8 @@ def check_admission(
                 offer,
             )
 
-    offers_are_answered()
+    with plainly():
+        offers_are_answered()
     clock.restart()
     _check_memory(factory(), most_keys)
     if admits is not None:

@@ -1,13 +1,15 @@
 """Sees calls that would stop the event loop: file and network calls, sleeps, on the loop's own thread.
 
 By audit hook, since that sees them however they were imported. A hook cannot be taken out again, so there is one, made
-when it is first needed, which does nothing while nobody watches.
+when it is first needed, which does nothing while nobody watches. Before Python 3.13 ``time.sleep`` is not audited, so it
+is replaced for the time being.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -29,14 +31,23 @@ _lock = threading.Lock()
 
 @contextmanager
 def blocking_calls() -> Iterator[list[str]]:
-    """The blocking calls that this thread makes within the block, in a list that fills."""
+    """The blocking calls that this thread makes within the block, in a list that fills. Does not nest."""
     _install()
     me = threading.get_ident()
     seen: list[str] = []
     _watched[me] = seen
+    sleep = time.sleep
+    if sys.version_info < (3, 13):
+
+        def audited(seconds: Any) -> None:
+            _hook("time.sleep", (seconds,))
+            sleep(seconds)
+
+        time.sleep = audited
     try:
         yield seen
     finally:
+        time.sleep = sleep
         del _watched[me]
 
 

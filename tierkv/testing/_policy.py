@@ -13,7 +13,7 @@ from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware
 from tierkv.testing._clock import ManualClock
 from tierkv.testing._keys import Counted, counted
 from tierkv.testing._policy_machine import policy_machine
-from tierkv.testing._rules import Report, require
+from tierkv.testing._rules import Report, plainly, require
 from tierkv.types import Chunk
 
 _N_RESIDENT: Final = 64
@@ -52,9 +52,10 @@ def check_policy(
         ConformanceError: with the rule, and with Hypothesis's steps to get there as notes.
     """
     machine = policy_machine(factory, leaves=leaves, forgets=forgets, pure=pure, clock=clock, ttl_s=ttl_s)
-    run_state_machine_as_test(machine, settings=quiet(settings))
     policy = factory()
     _check_memory(policy)
+    with plainly():
+        run_state_machine_as_test(machine, settings=quiet(settings))
     passed = ["order", "determinism", "memory"]
     skipped: list[str] = []
     optional = {
@@ -83,6 +84,7 @@ def _check_memory(policy: EvictionPolicy) -> None:
         policy.on_insert([Chunk(counted(b"churn %d" % i), nbytes=1)])
         if i >= _N_RESIDENT:
             victims = policy.victims()
+            require(iter(victims) is victims, "victims() gives an iterator", victims)
             key = next(victims, None)
             del victims
             require(key is not None, "victims() names a key while one is resident")

@@ -43,10 +43,9 @@ class PolicyMachine(RuleBasedStateMachine):
         self.main = Twin(make(), "")
         self.twins = [
             self.main,
+            *([Twin(make(), "being asked for victims changes it")] if self.pure else []),
             Twin(make(), "its order depends on hashes of keys, hence on the hash seed", salted),
         ]
-        if self.pure:
-            self.twins.append(Twin(make(), "being asked for victims changes it"))
         if self.forgets:
             self.twins.append(Twin(make(), "it remembers a chunk that was deleted, not evicted", self.renamed))
         self.resident: dict[ChunkKey, Chunk] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 
@@ -29,3 +31,22 @@ def require(holds: object, rule: str, *seen: object) -> None:
 
 def fail(rule: str, *seen: object) -> NoReturn:
     raise ConformanceError(f"{rule}: {', '.join(map(repr, seen))}" if seen else rule)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Of a group that Hypothesis raises (several failures, or one that comes and goes) raise the broken rule."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        broken = _first(group)
+        if broken is None:
+            raise
+        raise broken from group
+
+
+def _first(error: BaseException) -> ConformanceError | None:
+    if isinstance(error, BaseExceptionGroup):
+        found = (_first(each) for each in error.exceptions)
+        return next((each for each in found if each is not None), None)
+    return error if isinstance(error, ConformanceError) else None

@@ -13,7 +13,7 @@ from tierkv.protocols import Bounded, Charging, HostTier, ScanTier
 from tierkv.testing import _tier_capabilities as capabilities
 from tierkv.testing import _tier_rules as rules
 from tierkv.testing._policy import quiet
-from tierkv.testing._rules import Report
+from tierkv.testing._rules import Report, plainly
 from tierkv.testing._tier_bench import Bench, DoorFactory, Settings, TierFactory, run
 from tierkv.testing._tier_machine import tier_machine
 
@@ -93,7 +93,8 @@ def check_tier(
     machine = tier_machine(
         factory, raw=raw, verifies=verifies, chunk_nbytes=chunk_nbytes, capacity_nbytes=capacity_nbytes
     )
-    run_state_machine_as_test(machine, settings=quiet(settings))
+    with plainly():
+        run_state_machine_as_test(machine, settings=quiet(settings))
     return Report((*map(_named, chosen), "agrees with a dict"), tuple(map(_named, skipped)))
 
 

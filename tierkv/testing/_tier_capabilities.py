@@ -42,8 +42,8 @@ async def a_bound_is_kept(bench: Bench) -> None:
                 taken.append(chunk)
             else:
                 await bench.expect_gone(tier, chunk)
-        require(taken and len(taken) * charge <= tier.share_nbytes(), "a tier holds no more than its share", len(taken))
         await bench.expect(tier, *taken)
+        require(taken and len(taken) * charge <= tier.share_nbytes(), "a tier holds no more than its share", len(taken))
         (again,) = await bench.offer(tier, taken[0], edition=1)
         await bench.expect(tier, taken[0], edition=int(again.ok))
         await tier.delete([taken[1].key])
@@ -122,9 +122,8 @@ async def damage_is_never_served(bench: Bench) -> None:
             raw.corrupt(chunk.key, change)
             ((status, data),) = await bench.read(tier, (chunk.key, bench.stride_nbytes))
             if status is Status.OK:
-                require(
-                    data[: chunk.nbytes] == payload(chunk.key, chunk.nbytes, edition), f"{name}: served as if whole"
-                )
+                right = payload(chunk.key, chunk.nbytes, edition)
+                require(data[: chunk.nbytes] == right, f"{name}: damage is not served as if it were whole")
                 check_bytes(chunk, data, edition)
                 continue
             require(status in (Status.CORRUPT, Status.MISSING), f"{name}: damage is CORRUPT or MISSING", status)

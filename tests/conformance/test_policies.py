@@ -1,0 +1,79 @@
+"""Every order of ``tierkv.policies`` passes the kit: alone, under LeafFirst, and in wrappers. New ones are found."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+import tierkv.policies
+from tierkv.policies import FIFO, LRU, TTL, LeafFirst, Quota
+from tierkv.policies.parse import parse_policy
+from tierkv.protocols import EvictionPolicy
+from tierkv.testing import ManualClock, check_policy
+
+pytestmark = pytest.mark.timeout(300)
+FEW = settings(max_examples=40)
+
+WRAPPERS: set[Any] = {TTL, LeafFirst, Quota}
+ORDERS = sorted(
+    (
+        value
+        for name in tierkv.policies.__all__
+        if inspect.isclass(value := getattr(tierkv.policies, name)) and value not in WRAPPERS
+    ),
+    key=lambda order: order.__name__,
+)
+QUOTAS = {"red": 200, "blue": 60}
+NAMED = ["2q", "arc", "fifo", "lfu", "lru", "mq", "s3fifo", "sieve", "two_q"]
+
+
+def test_all_orders_are_found() -> None:
+    """What is collected is what the literature of the package says, at least."""
+    assert {"ARC", "FIFO", "LFU", "LRU", "MQ", "S3FIFO", "SIEVE", "TwoQ"} <= {order.__name__ for order in ORDERS}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_an_order_conforms(order: type[EvictionPolicy]) -> None:
+    """Each resident key once, holds respected, the same for the same calls, deletes forgotten, memory bounded."""
+    report = check_policy(order, leaves=order is LRU, settings=FEW)
+    assert {"PinAware", "forgets deletes", "asking changes nothing"} <= set(report.passed)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_no_head_leaves_before_its_tail_under_leaf_first(order: type[EvictionPolicy]) -> None:
+    """Also where a request arrives in pieces of one chunk, and where a chunk learns late who its parent is."""
+    check_policy(lambda: LeafFirst(order()), leaves=True, pure=False, settings=FEW)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_order_by_name_conforms(name: str) -> None:
+    """What a user writes gives an order that conforms, with expiry around it and tails first."""
+    clock = ManualClock()
+    text = f"ttl(5) > leaf_first > {name}"
+    report = check_policy(
+        lambda: parse_policy("eviction_policy", text, clock=clock),
+        clock=clock, ttl_s=5.0, pure=False, settings=FEW,
+    )  # fmt: skip
+    assert "Expiring" in report.passed
+
+
+WRAPPED: dict[str, tuple[Callable[[ManualClock], EvictionPolicy], dict[str, Any]]] = {
+    "ttl of lru": (lambda clock: TTL(LRU(), 5, clock), {}),
+    "leaf_first of ttl of fifo": (lambda clock: LeafFirst(TTL(FIFO(), 5, clock)), {"pure": False, "leaves": True}),
+    "quota of lru": (lambda _: Quota(QUOTAS, LRU()), {"pure": False, "leaves": True, "ttl_s": None}),
+    "quota of ttl": (lambda clock: Quota(QUOTAS, TTL(LRU(), 5, clock)), {"pure": False}),
+    "ttl of quota": (lambda clock: TTL(Quota(QUOTAS, LRU()), 5, clock), {"pure": False}),
+    "ttl of ttl": (lambda clock: TTL(TTL(LRU(), 7, clock), 5, clock), {}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_nest(name: str) -> None:
+    """Wrapped orders conform as orders do, and expire at their age."""
+    clock = ManualClock()
+    make, options = WRAPPED[name]
+    check_policy(lambda: make(clock), clock=clock, settings=FEW, **({"ttl_s": 5.0} | options))
