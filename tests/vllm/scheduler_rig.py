@@ -224,6 +224,7 @@ class Rig:
         two_groups: a full and a sliding-window group, or the full one alone.
         tiered: whether a level lies below the primary.
         n_below: chunks that the level below holds.
+        writes: how they get there.
         device_caches: whether vLLM finds prefixes on the device; if not, every hit is ours.
         extra: more settings, as an operator writes them.
     """
@@ -239,6 +240,7 @@ class Rig:
         two_groups: bool = True,
         tiered: bool = True,
         n_below: int = 64,
+        writes: str = "cascade",
         device_caches: bool = True,
         **extra: Any,
     ) -> None:
@@ -250,9 +252,8 @@ class Rig:
             "offload_prompt_only": False,
         } | extra
         if tiered:
-            settings["secondary_tiers"] = [
-                {"type": "ShelfTier", "module_path": __name__, "capacity": n_below * 4096, "enable_kv_events": True}
-            ]
+            tier = {"type": "ShelfTier", "module_path": __name__, "capacity": n_below * 4096, "enable_kv_events": True}
+            settings["secondary_tiers"] = [tier | {"writes": writes}]
         self.config = engine_config(settings, n_blocks, f"rig-{next(self._numbers)}")
         self.config.cache_config.enable_prefix_caching = device_caches
         self.cache_config = cache_config(n_blocks, two_groups=two_groups)

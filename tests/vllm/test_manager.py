@@ -511,6 +511,25 @@ def test_slow_tier_holds_no_more_than_its_queue(kit, gate):
     assert below.n_offered == below.n_stored + sum(below.refused.values())
 
 
+def test_demoted_on_eviction_and_found_again(kit, gate):
+    """With ``writes: demote`` a chunk goes down when it must leave; while the tier keeps up no store is refused."""
+    engine = kit(8, [gate | {"writes": "demote"}], store_reserve=2 * 4096)
+    engine.until(lambda: engine.hierarchy.levels[1].open)
+    prompts = [keys_of(f"p{i}", 2) for i in range(12)]
+    for keys in prompts[:3]:
+        engine.store(keys)
+        engine.step()
+    assert not GateTier.chunks, "nothing goes down before it must"
+    for keys in prompts[3:]:
+        assert engine.store(keys) == keys
+        engine.until(engine.at_rest)
+    assert all(engine.hierarchy.find(key) >= 0 for keys in prompts for key in keys), "a chunk is never nowhere"
+    context = engine.request(prompts[0])
+    engine.until(lambda: engine.lookup(prompts[0], context) == [HIT, HIT])
+    engine.load(prompts[0], context)
+    assert engine.statistics().refused == {}
+
+
 def test_levels_stay_closed_without_an_identity(kit, gate):
     """No weights that vouch for the bytes: nothing is written below, nothing is found there."""
     engine, keys = kit(8, [gate], model=None), keys_of("a", 3)

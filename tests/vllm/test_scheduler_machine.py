@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiered=st.sampled_from([True, True, False]),
         n_blocks=st.sampled_from([38, 64]),
         n_below=st.sampled_from([12, 64]),
+        writes=st.sampled_from(["cascade", "cascade", "demote"]),
         device_caches=st.sampled_from([False, False, True]),
     )
     def start(self, **shape) -> None:

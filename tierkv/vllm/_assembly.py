@@ -85,6 +85,9 @@ def _mover_loop(spec: Any, n_levels: int) -> MoverLoop:
 def primary_plan(spec: Any) -> LevelPlan:
     """The primary as the hierarchy is told of it."""
     options, stride_nbytes = spec.options, spec.geometry.stride_nbytes
+    # Where leaving takes a copy, the stores' share is kept free beforehand: vLLM offers nothing twice.
+    demotes = bool(options.tiers) and options.tiers[0].writes == "demote"
+    water = {"high_water": spec.store_reserve / spec.n_slots, "low_water": spec.store_reserve / spec.n_slots}
     return LevelPlan(
         name="primary",
         capacity_nbytes=spec.n_slots * stride_nbytes,
@@ -94,6 +97,7 @@ def primary_plan(spec: Any) -> LevelPlan:
         else None,
         n_slots=spec.n_slots,
         slot_nbytes=stride_nbytes,
+        **(water if demotes else {}),
     )
 
 

@@ -65,7 +65,9 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         metrics: Metrics | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        super().__init__(
+        OffloadingManager.__init__(self)  # from 0.33 on it makes the lock that vLLM holds while it schedules
+        Lookups.__init__(
+            self,
             hierarchy,
             ChunkMaker(groups, _compat.position_getter),
             Leases(hierarchy.hold, hierarchy.release),
