@@ -85,15 +85,18 @@ class TestIdentity:
         assert digest(str(tmp_path / "bare")) is None
         assert identity_digest(None) is None
 
-    def test_a_draft_model_counts(self, models):
-        """Speculative decoding puts another model's layers into the cache."""
-        with_draft = vllm_config_of(models())
-        with_draft.speculative_config = SimpleNamespace(
-            method="draft_model",
-            draft_model_config=vllm_config_of(models("hybrid")).model_config,
-            draft_load_config=None,
-        )
-        assert identity_digest(with_draft) not in {None, digest(models())}
+    def test_a_draft_model_counts(self, models, tmp_path):
+        """Speculative decoding puts another model's layers into the cache: with its weights, not only its name."""
+
+        def with_draft(draft: str) -> bytes | None:
+            config = vllm_config_of(models())
+            config.speculative_config = SimpleNamespace(
+                method="draft_model", draft_model_config=vllm_config_of(draft).model_config, draft_load_config=None
+            )
+            return identity_digest(config)
+
+        other = make_model(tmp_path / "other", ModelSpec(seed=1))
+        assert len({digest(models()), with_draft(models()), with_draft(other), None}) == 4
 
     def test_every_process_says_the_same(self, models):
         """Whatever PYTHONHASHSEED."""
@@ -127,7 +130,7 @@ class TestWeights:
     def test_a_long_file_is_told_by_header_time_and_samples(self, small, tmp_path):
         """Each of them alone makes a difference; the same bytes and time do not."""
         file = tmp_path / "model.safetensors"
-        body = bytearray((100).to_bytes(8, "little") + b"h" * 100 + bytes(100_000))
+        body = bytearray((1000).to_bytes(8, "little") + b"h" * 1000 + bytes(100_000))
 
         def written(at: int | None = None, mtime_ns: int = 10**18) -> bytes:
             changed = bytearray(body)
@@ -139,7 +142,7 @@ class TestWeights:
 
         same = written()
         assert written() == same
-        assert written(at=50) != same, "header"
+        assert written(at=500) != same, "header, between two samples"
         assert written(at=len(body) - 1) != same, "last sample"
         assert written(mtime_ns=10**18 + 1) != same, "time of change"
 
