@@ -6,8 +6,8 @@
     stage = name ["(" [argument ("," argument)*] ")"]
     argument = [name "="] (value | chain)
 
-A value is a number, a size, a word, or text in quotes. As an object a stage is ``{"type": name, parameter: value}``, and
-a wrapper has its inner stage under ``order``. Names are the same whatever their case, hyphens and underscores.
+A value is a number, a size, a word, or text in quotes. As an object a stage is ``{"type": name, parameter: value}``; a
+wrapper has its inner stage under ``order``. Names are the same whatever their case, hyphens and underscores.
 
 Everything wrong is one :class:`~tierkv.errors.ConfigError` of one sentence, however odd the input.
 """
@@ -197,9 +197,7 @@ def _head(option: str, value: Mapping[object, object], expected: str) -> Stage:
     """A stage by an object's ``type`` and ``module_path``."""
     for key in value:
         if not isinstance(key, str):
-            raise bad_setting(
-                option, _short(value), f"an object whose names are text, unlike {_short(key)!r}", expected
-            )
+            raise bad_setting(option, _short(value), f"an object with names of text, unlike {_short(key)!r}", expected)
     name, module_path = value.get("type"), value.get("module_path")
     if not isinstance(name, str) or not name.strip():
         raise bad_setting(f"{option}.type", _short(name), "the name of one", expected)

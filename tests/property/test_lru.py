@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierkv.policies import FIFO, LRU, _leaf_order
+from tierkv.policies import FIFO, LRU, _stamp_heap
 from tierkv.protocols import PinAware
 from tierkv.types import Chunk, ChunkKey
 
@@ -123,7 +123,7 @@ class OrderMachine(RuleBasedStateMachine):
     def begin(self, slack: int) -> None:
         """A small slack makes the rare clean-up of the heap the usual case."""
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(_leaf_order, "_SLACK", slack)
+        self.patch.setattr(_stamp_heap, "_SLACK", slack)
         self.policy = self.make()
         self.naive = NaiveOrder(leaves=self.leaves)
         self.open: list[object] = []
@@ -187,17 +187,22 @@ class OrderMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        nodes = self.policy._nodes
-        everyone = [*nodes.values(), *self.policy._absent.values()]
+        policy = self.policy
+        assert not policy._line.keys() & policy._aside.keys()
+        nodes = {**policy._line, **policy._aside}
+        everyone = [*nodes.values(), *policy._absent.values()]
         for node in everyone:
             assert node.n_children == sum(other.parent is node for other in everyone)
-            assert node.entry is None or (node.entry[2] is node and node.entry[0] <= node.stamp)
-            assert node.entry is None or not node.n_children, "only leaves wait to leave"
-        for node in nodes.values():
-            assert node.held or node.n_children or node.entry is not None
-        assert all(node.n_children and node.parent is None for node in self.policy._absent.values())
+            assert node.entry is None or (node.entry[2] is node and node.entry[0] == node.stamp)
+        for key, node in policy._aside.items():
+            assert (node.entry is None) == bool(node.held or node.n_children), "leaves wait to leave, and only they"
+            assert node.key == key
+        assert all(node.entry is None for node in (*policy._line.values(), *policy._absent.values()))
+        line = [node.stamp for node in policy._line.values()]
+        assert line == sorted(line)
+        assert all(node.n_children and node.parent is None for node in policy._absent.values())
         assert {key: node.parent.key for key, node in nodes.items() if node.parent} == self.naive.parents
-        live = [entry for entry in (*self.policy._heap, *self.policy._taken) if entry[2] is not None]
+        live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]
         assert sorted(id(entry) for entry in live) == sorted(id(node.entry) for node in everyone if node.entry)
         assert {key: node.stamp for key, node in nodes.items()} == self.naive.stamps
         assert len(set(self.naive.stamps.values())) == len(nodes), "no ties"
@@ -371,8 +376,8 @@ def test_held_chunks_are_met_once() -> None:
     for chunk in singles[100:]:
         policy.hold(chunk.key)
     assert len(list(policy.victims())) == 100
-    policy._put_back()
-    assert len(policy._heap) == 100
+    assert next(policy.victims()) == singles[99].key
+    assert len(policy._line) == 100
     for chunk in singles[100:]:
         policy.release(chunk.key)
     assert list(policy.victims()) == [chunk.key for chunk in reversed(singles)]

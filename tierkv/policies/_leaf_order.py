@@ -2,45 +2,56 @@
 
 Only a *leaf*, a chunk without a resident child, can leave. When its last child has gone, a parent takes the later of
 its own stamp and the newest among its descendants'. So a chain in use keeps its head, and the cost of a use does not
-depend on the pieces in which a request arrives: nothing is moved when a chunk is used, only stamped.
+depend on the pieces in which a request arrives: a chunk with children is only stamped, and moved when it is a leaf.
 
-Leaves wait in a heap by the stamp they had when they entered it. Stamps only rise, so that stamp is a lower bound; what
-comes to the top with an old one is put back with the right one. A leaf has one entry at most, and hands it over when it
-stops being a leaf: down to its first child, up to its parent when it leaves. A chain of any length costs one entry.
+Everybody stands in a line by stamp. A use takes a chunk to the end of the line, which is where its new stamp belongs.
+Whoever stands at the front and may not leave is put aside when met there, so that nobody meets it twice. Once it may
+leave, its old stamp belongs in front of the line or in the middle, so it waits in a heap. The order is both, merged.
 
 Standard library only; single-threaded; deterministic: no set, no identity and no clock takes part in the order.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any
+from heapq import heappop, heappush
+from math import inf
 
+from tierkv.policies._stamp_heap import Item, StampHeap
 from tierkv.types import ChunkKey
-
-_Entry = list[Any]
-"""``[stamp, number, node or None]``: mutable, since it is handed over, and compared in C. The number ends every tie."""
 
 _ABSENT = 0
 """Stamp of a node that is not resident. Others start at 1."""
 
-_SLACK = 64
-"""Outdated entries that are never worth a clean-up."""
 
-
-class Node:
+class Node(Item):
     """A resident chunk, or the parent of one that is not resident (then unlinked from its own parent)."""
 
-    __slots__ = ("entry", "held", "key", "n_children", "parent", "stamp")
+    __slots__ = ("n_children", "parent")
 
     def __init__(self, key: ChunkKey, stamp: int) -> None:
         self.key = key
         self.stamp = stamp
+        self.held = False
+        self.entry = None
         self.parent: Node | None = None
         self.n_children = 0
-        self.held = False
-        self.entry: _Entry | None = None
+
+
+class _Walk:
+    """One iteration over the victims."""
+
+    __slots__ = ("freed", "n_left", "stamp", "turn")
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+        self.stamp: float = 0
+        """That of the last in the line who was met and may leave."""
+        self.n_left: dict[Node, int] = {}
+        """Children that have not been named, of those of whose children some have been."""
+        self.freed: list[tuple[int, Node]] = []
+        """Parents behind the walk whose children have all been named."""
 
 
 class LeafOrder:
@@ -50,96 +61,107 @@ class LeafOrder:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[ChunkKey, Node] = {}
+        # A resident chunk is in one of the two. In the line it has the stamp that it had when it went to its end.
+        self._line: OrderedDict[ChunkKey, Node] = OrderedDict()
+        self._aside: dict[ChunkKey, Node] = {}
         # Parents that are not resident, so that their children find them when they arrive.
         self._absent: dict[ChunkKey, Node] = {}
-        self._heap: list[_Entry] = []
-        # What the latest victims() took off the heap. Most of it is about to be removed, so putting it back waits.
-        self._taken: list[_Entry] = []
+        # The leaves among those aside that are not held.
+        self._heap: StampHeap[Node] = StampHeap()
+        # Whom the latest victims() met in the line who may not leave. They are put aside when the next one begins.
+        self._met: list[Node] = []
         self._stamp = 0
-        self._n_entries = 0
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._line) + len(self._aside)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._line or key in self._aside
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {len(self._nodes)} resident>"
+        return f"<{type(self).__name__}: {len(self)} resident>"
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:  # noqa: ARG002 - no ghosts are kept either way
-        node = self._nodes.pop(key, None)
+        node = self._line.pop(key, None) or self._aside.pop(key, None)
         if node is None:
             return
-        entry, node.entry = node.entry, None
+        self._heap.drop(node)
         stamp, node.stamp = node.stamp, _ABSENT
         parent, node.parent = node.parent, None
         node.held = False
         if node.n_children:
             self._absent[key] = node
-        if entry is not None:
-            entry[2] = None
         if parent is not None:
-            self._child_left(parent, stamp, entry)
+            self._child_left(parent, stamp)
 
     def hold(self, key: ChunkKey) -> None:
-        node = self._nodes.get(key)
+        node = self._find(key)
         if node is not None:
             node.held = True
+            self._heap.drop(node)
 
     def release(self, key: ChunkKey) -> None:
-        node = self._nodes.get(key)
-        if node is not None:
+        node = self._find(key)
+        if node is not None and node.held:
             node.held = False
-            if node.entry is None and not node.n_children:
-                self._enqueue(node)
+            self._enter_heap(node)
 
     def victims(self) -> Iterator[ChunkKey]:
         """Every resident key in leaving order, less what is held and the ancestors of what is held.
 
-        Lazy, and each key costs O(log(leaves)). One iteration at a time: a later one ends the earlier.
+        Lazy; a key costs O(1), or O(log(n)) where it is in the heap. One iteration at a time: a later one ends the
+        earlier.
 
         Raises:
-            RuntimeError: advanced after another iteration has begun.
+            RuntimeError: advanced after another iteration has begun, or after the order has changed.
         """
-        self._put_back()
-        taken = self._taken
-        # Parents whose children have all been named: leaves as soon as those have left, which only the caller decides.
-        freed: list[tuple[int, Node]] = []
-        n_left: dict[Node, int] = {}
-        while True:
-            oldest = self._oldest()
-            if freed and (oldest is None or freed[0][0] < oldest[0]):
-                node = heappop(freed)[1]
-            elif oldest is not None:
-                taken.append(heappop(self._heap))
-                node = oldest[2]
-            else:
-                return
-            yield node.key
-            if self._taken is not taken:
-                msg = "victims() was called again while this iteration was open"
-                raise RuntimeError(msg)
-            parent = node.parent
-            if parent is None or parent.stamp == _ABSENT:
+        turn = self._heap.begin()
+        self._put_aside()
+        met, aside = self._met, self._heap.entries
+        walk: _Walk | None = None  # made when it is needed, since most often it is not
+        for node in self._line.values():
+            if node.held or (node.n_children and (walk is None or walk.n_left.get(node, 1))):
+                met.append(node)
                 continue
-            n_left[parent] = n_left.get(parent, parent.n_children) - 1
-            if not n_left[parent] and not parent.held:
-                # Its descendants' stamps play no part here: they have all been the oldest, so they delay nothing.
-                heappush(freed, (parent.stamp, parent))
+            if walk is None and (aside or node.parent is not None):
+                walk = _Walk(turn)
+            if walk is not None:
+                walk.stamp = node.stamp
+                while (early := self._before(walk)) is not None:
+                    yield early.key
+                    self._named(early, walk)
+            yield node.key
+            if walk is None:
+                self._heap.check(turn)
+            else:
+                self._named(node, walk)
+        walk = walk or _Walk(turn)
+        walk.stamp = inf
+        while (early := self._before(walk)) is not None:
+            yield early.key
+            self._named(early, walk)
 
     # -- for subclasses -----------------------------------------------------------------------------------------
 
-    def _arrive(self, key: ChunkKey, stamp: int) -> Node:
-        """Make ``key``, which is not resident, resident; children that came before it are linked already."""
-        node = self._absent.pop(key, None) if self._absent else None
-        if node is None:
-            node = Node(key, stamp)
+    def _to_end(self, key: ChunkKey, stamp: int) -> Node:
+        """Give a chunk that is aside the newest stamp and its place at the end of the line."""
+        node = self._aside.pop(key)
+        self._heap.drop(node)
+        self._line[key] = node
         node.stamp = stamp
-        self._nodes[key] = node
         return node
+
+    def _arrive(self, key: ChunkKey, stamp: int) -> None:
+        """Make a chunk resident and newest whose children came before it; they are linked already."""
+        node = self._line[key] = self._absent.pop(key)
+        node.stamp = stamp
+
+    def _find(self, key: ChunkKey) -> Node | None:
+        return self._line.get(key) or self._aside.get(key)
 
     def _link(self, node: Node, parent_key: ChunkKey) -> None:
         """Make ``node``, which has no parent, a child of ``parent_key``, which may be absent."""
-        parent = self._nodes.get(parent_key) or self._absent.get(parent_key)
+        parent = self._find(parent_key) or self._absent.get(parent_key)
         if parent is None:
             parent = self._absent[parent_key] = Node(parent_key, _ABSENT)
         elif node.n_children or parent is node:
@@ -151,84 +173,48 @@ class LeafOrder:
                 ancestor = ancestor.parent
         node.parent = parent
         parent.n_children += 1
-        if parent.entry is not None:
-            self._hand_down(parent, node)
-
-    def _hand_down(self, parent: Node, child: Node) -> None:
-        """``parent`` has a child now, hence no entry: the child takes it, unless it has or needs none."""
-        entry, parent.entry = parent.entry, None
-        assert entry is not None
-        if child.entry is None and not child.n_children:
-            # Whoever links has just stamped the child, so the entry's stamp is a lower bound for it.
-            child.entry = entry
-            entry[2] = child
-        else:
-            entry[2] = None
-
-    def _enqueue(self, node: Node) -> None:
-        """Give a leaf without an entry one."""
-        if len(self._heap) > 2 * len(self._nodes) + _SLACK:
-            self._tidy()
-        self._n_entries += 1
-        node.entry = [node.stamp, self._n_entries, node]
-        heappush(self._heap, node.entry)
+        self._heap.drop(parent)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _child_left(self, parent: Node, stamp: int, entry: _Entry | None) -> None:
+    def _before(self, walk: _Walk) -> Node | None:
+        """Whoever behind the walk is to be named before whom it has met."""
+        freed = walk.freed
+        if freed and freed[0][0] < walk.stamp:
+            return self._heap.take(freed[0][0]) or heappop(freed)[1]
+        return self._heap.take(walk.stamp)
+
+    def _named(self, node: Node, walk: _Walk) -> None:
+        """Its parent is a leaf as soon as all its children have been named, as if they had left."""
+        self._heap.check(walk.turn)
+        parent = node.parent
+        if parent is None or parent.stamp == _ABSENT:
+            return
+        n_left = walk.n_left[parent] = walk.n_left.get(parent, parent.n_children) - 1
+        if not n_left and not parent.held and (parent.stamp <= walk.stamp or parent.key in self._aside):
+            # The walk will not meet it any more. Its descendants' stamps play no part here: they have all been the
+            # oldest, so they delay nothing.
+            heappush(walk.freed, (parent.stamp, parent))
+
+    def _child_left(self, parent: Node, stamp: int) -> None:
         parent.n_children -= 1
         if parent.stamp == _ABSENT:
             if not parent.n_children:
                 del self._absent[parent.key]
             return
-        parent.stamp = max(parent.stamp, stamp)
-        if parent.n_children:
-            return
-        if entry is not None:
-            parent.entry = entry
-            entry[2] = parent
-        elif not parent.held:
-            self._enqueue(parent)
+        if stamp > parent.stamp:
+            parent.stamp = stamp
+            if self._line.pop(parent.key, None) is not None:
+                self._aside[parent.key] = parent
+        self._enter_heap(parent)
 
-    def _put_back(self) -> None:
-        taken, self._taken = self._taken, []
-        for entry in taken:
-            node = entry[2]
-            if node is not None:
-                entry[0] = node.stamp
-                heappush(self._heap, entry)
+    def _enter_heap(self, node: Node) -> None:
+        """Somebody aside waits in the heap if it may leave."""
+        if not (node.held or node.n_children or node.entry is not None) and node.key in self._aside:
+            self._heap.add(node)
 
-    def _oldest(self) -> _Entry | None:
-        """The entry at the top of the heap, once that is a leaf that may leave, with its present stamp."""
-        heap = self._heap
-        n_outdated = 0
-        while heap:
-            entry = heap[0]
-            node = entry[2]
-            if node is not None and not node.held and entry[0] == node.stamp:
-                return entry
-            n_outdated += 1
-            if n_outdated > _SLACK + len(heap) // 16:
-                self._tidy()
-            elif node is not None and not node.held:
-                entry[0] = node.stamp
-                heapreplace(heap, entry)
-            else:
-                heappop(heap)
-                if node is not None:
-                    node.entry = None
-        return None
-
-    def _tidy(self) -> None:
-        """Bring every entry up to date at once: when many are not, that is linear where one by one is not."""
-        live = []
-        for entry in self._heap:
-            node = entry[2]
-            if node is not None:
-                if node.held:
-                    node.entry = None
-                else:
-                    entry[0] = node.stamp
-                    live.append(entry)
-        heapify(live)
-        self._heap[:] = live
+    def _put_aside(self) -> None:
+        met, self._met = self._met, []
+        for node in met:
+            if (node.held or node.n_children) and self._line.get(node.key) is node:
+                self._aside[node.key] = self._line.pop(node.key)

@@ -21,23 +21,26 @@ class Queue(LeafOrder):
     def put(self, key: ChunkKey, *, held: bool = False) -> None:
         """Put a key that is not here at the back."""
         self._stamp += 1
-        node = self._nodes[key] = Node(key, self._stamp)
+        self._line[key] = node = Node(key, self._stamp)
         node.held = held
-        if not held:
-            self._enqueue(node)
 
     def to_back(self, key: ChunkKey) -> None:
+        """Put a key that is here at the back."""
         self._stamp += 1
-        self._nodes[key].stamp = self._stamp
+        node = self._line.get(key)
+        if node is not None:
+            self._line.move_to_end(key)
+            node.stamp = self._stamp
+        else:
+            self._to_end(key, self._stamp)
 
     def take(self, key: ChunkKey) -> bool:
         """Remove a key that is here; tells whether it was held."""
-        held = self._nodes[key].held
+        node = self._find(key)
+        assert node is not None
+        held = node.held
         self.on_remove(key, evicted=False)
         return held
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._nodes
 
 
 class Ghosts:

@@ -18,13 +18,12 @@ class FIFO(LeafOrder):
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        nodes = self._nodes
+        line, aside = self._line, self._aside
         for chunk in reversed(chunks):
             key = chunk.key
-            if key not in nodes:
+            if key not in line and key not in aside:
                 self._stamp += 1
-                node = nodes[key] = Node(key, self._stamp)
-                self._enqueue(node)
+                line[key] = Node(key, self._stamp)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         """Use does not count."""

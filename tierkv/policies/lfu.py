@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierkv.policies._leaf_order import LeafOrder, Node
+from tierkv.policies._heap_order import HeapOrder
+from tierkv.policies._stamp_heap import Item
 from tierkv.types import Chunk
 
 _USE = 1 << 48
 """A stamp is uses and a clock in one number; the clock ends ties between chunks used equally often."""
 
 
-class LFU(LeafOrder):
+class LFU(HeapOrder):
     """The chunk that was used least often since it entered leaves first; of equals the one used longest ago.
 
     Uses are counted while a chunk is resident and forgotten when it leaves. So a chunk that was used often long ago
@@ -23,20 +24,20 @@ class LFU(LeafOrder):
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        nodes = self._nodes
+        items = self._items
         for chunk in reversed(chunks):
             key = chunk.key
-            if key not in nodes:
-                self._stamp += 1
-                node = nodes[key] = Node(key, _USE + self._stamp)
-                self._enqueue(node)
+            if key not in items:
+                self._clock += 1
+                item = items[key] = Item(key, _USE + self._clock)
+                self._heap.add(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        find = self._nodes.get
-        clock = self._stamp
+        find = self._items.get
+        clock = self._clock
         for chunk in reversed(chunks):
             clock += 1
-            node = find(chunk.key)
-            if node is not None:
-                node.stamp += _USE + clock - node.stamp % _USE
-        self._stamp = clock
+            item = find(chunk.key)
+            if item is not None:
+                item.stamp += _USE + clock - item.stamp % _USE
+        self._clock = clock

@@ -22,52 +22,56 @@ class LRU(LeafOrder):
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        nodes = self._nodes
-        stamp = self._stamp + len(chunks)
-        self._stamp = stamp
-        ends: list[Node] = []
-        before = None
-        for chunk in chunks:
-            key, parent_key = chunk.key, chunk.parent
-            node = nodes.get(key)
-            if node is None:
-                if self._absent:
-                    node = self._arrive(key, stamp)
-                else:
-                    node = nodes[key] = Node(key, stamp)
-            elif node.stamp < stamp:
-                node.stamp = stamp
-            stamp -= 1
-            if (
-                before is not None
-                and before.key == parent_key
-                and before is not node
-                and node.parent is None
-                and not node.n_children
-            ):
-                # The usual case, a chain in order: without children it cannot be an ancestor of the one before.
-                node.parent = before
-                before.n_children += 1
-                if before.entry is not None:
-                    self._hand_down(before, node)
-                ends[-1] = node
+        line, aside, absent = self._line, self._aside, self._absent
+        stamp = self._stamp
+        linked = False
+        for chunk in reversed(chunks):
+            # Key and parent by number, here and below: every access comes by, and names take twice as long.
+            stamp += 1
+            key = chunk[0]
+            if key in line:
+                line[key].stamp = stamp
+                line.move_to_end(key)
+            elif key in aside:
+                self._to_end(key, stamp)
+            elif key in absent:
+                self._arrive(key, stamp)
             else:
-                if parent_key is not None and node.parent is None:
-                    self._link(node, parent_key)
-                ends.append(node)
-            before = node
-        for node in ends:
-            if node.entry is None and not node.n_children:
-                self._enqueue(node)
+                line[key] = Node(key, stamp)
+            if chunk[1] is not None:
+                linked = True
+        self._stamp = stamp
+        if linked:
+            self._link_all(chunks)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        find = self._nodes.get
+        line, aside = self._line, self._aside
         stamp = self._stamp
         for chunk in reversed(chunks):
             stamp += 1
-            node = find(chunk.key)
+            key = chunk[0]
+            node = line.get(key)
             if node is not None:
+                line.move_to_end(key)
                 node.stamp = stamp
-                if node.parent is None and chunk.parent is not None:
-                    self._link(node, chunk.parent)
+            elif key in aside:
+                node = self._to_end(key, stamp)
+            else:
+                continue
+            if chunk[1] is not None and node.parent is None:
+                self._link(node, chunk[1])
         self._stamp = stamp
+
+    def _link_all(self, chunks: Sequence[Chunk]) -> None:
+        line = self._line
+        before = None
+        for chunk in chunks:
+            node, parent_key = line[chunk.key], chunk.parent
+            if parent_key is not None and node.parent is None:
+                if before is not None and before.key == parent_key and before is not node and not node.n_children:
+                    # The usual case, a chain in order: without children it cannot be an ancestor of the one before.
+                    node.parent = before
+                    before.n_children += 1
+                else:
+                    self._link(node, parent_key)
+            before = node

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tierkv.policies._leaf_order import LeafOrder, Node
+from tierkv.policies._heap_order import HeapOrder
 from tierkv.policies._queues import check_capacity
+from tierkv.policies._stamp_heap import Item
 from tierkv.types import Chunk, ChunkKey
 
 _N_QUEUES = 8
 _GHOSTS_PER_CHUNK = 4
 
 
-class _Used(Node):
+class _Used(Item):
     __slots__ = ("n_uses",)
 
     def __init__(self, key: ChunkKey, n_uses: int) -> None:
@@ -21,7 +22,7 @@ class _Used(Node):
         self.n_uses = n_uses
 
 
-class MQ(LeafOrder):
+class MQ(HeapOrder):
     """Chunks used 1, 2, 4, 8... times are in queues of their own; the lowest queue's oldest chunk leaves first.
 
     A chunk that is not used for a *life*, which is as many uses of any chunks as the level holds chunks, goes down to
@@ -47,33 +48,33 @@ class MQ(LeafOrder):
         self._ghosts: OrderedDict[ChunkKey, int] = OrderedDict()
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        nodes = self._nodes
+        items = self._items
         for chunk in reversed(chunks):
             key = chunk.key
-            if key not in nodes:
-                node = nodes[key] = _Used(key, self._ghosts.pop(key, 0))
-                if self._given is None and len(nodes) > self._life:
-                    self._life = len(nodes)
-                self._use(node)
-                self._enqueue(node)
+            if key not in items:
+                item = items[key] = _Used(key, self._ghosts.pop(key, 0))
+                if self._given is None and len(items) > self._life:
+                    self._life = len(items)
+                self._use(item)
+                self._heap.add(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        find = self._nodes.get
+        find = self._items.get
         for chunk in reversed(chunks):
-            node = find(chunk.key)
-            if node is not None:
-                self._use(node)  # type: ignore[arg-type]
+            item = find(chunk.key)
+            if item is not None:
+                self._use(item)  # type: ignore[arg-type]
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         if evicted:
-            node = self._nodes.get(key)
-            if node is not None:
-                self._ghosts[key] = node.n_uses  # type: ignore[attr-defined]
+            item = self._items.get(key)
+            if item is not None:
+                self._ghosts[key] = item.n_uses  # type: ignore[attr-defined]
                 if len(self._ghosts) > _GHOSTS_PER_CHUNK * self._life:
                     self._ghosts.popitem(last=False)
         super().on_remove(key, evicted=evicted)
 
-    def _use(self, node: _Used) -> None:
-        node.n_uses = n_uses = node.n_uses + 1
-        self._stamp += 1
-        node.stamp = self._stamp + self._life * min(n_uses.bit_length(), _N_QUEUES)
+    def _use(self, item: _Used) -> None:
+        item.n_uses = n_uses = item.n_uses + 1
+        self._clock += 1
+        item.stamp = self._clock + self._life * min(n_uses.bit_length(), _N_QUEUES)
