@@ -68,7 +68,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The documentation; every warning and every dangling reference is an error."""
-    session.install("-e", ".[fs,docs]")
+    session.install("-e", ".[fs,testing,docs]")
     session.run("sphinx-build", "-W", "-n", "--keep-going", "-b", "html", "docs", "docs/_build/html")
 
 

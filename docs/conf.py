@@ -42,6 +42,8 @@ napoleon_use_rtype = False
 nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|contextlib|dataclasses|enum|os|pathlib|typing|types|time)\..*"),
     ("py:.*", r"tierkv\.(.*\.)?_.*"),  # private types: said, not linked
+    ("py:.*", r"hypothesis\..*|Settings"),
+    ("py:attr", r"[a-z_]+"),  # an attribute of the class at hand
     ("py:.*", r"(Path|Self|Sequence|Mapping|Iterable|Iterator|AsyncIterator|Callable|Any|Exception|Enum|StrEnum)"),
 ]
 
