@@ -10,13 +10,16 @@ import random
 import statistics
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # theirs, at import
+    pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -165,6 +168,23 @@ def show(results: dict[tuple[int, int], dict[str, list[float]]]) -> None:
     for (n_chunks, size), by_op in results.items():
         cells = (f"{by_op[op][0]:7.2f}/{by_op[op][1]:8.2f} {by_op[op][0] / by_op[op][1]:7.3f}" for op in OPS)
         print(f"{n_chunks:>7} {size:>6}  " + "  ".join(f"{cell:>24}" for cell in cells))
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(280)
+def test_cheaper_than_vllms_own_manager() -> None:
+    """A lookup costs no more than in vLLM's LRU manager, an offer and a load clearly less, whole or in pieces of 16.
+
+    The bounds leave room for a noisy machine; the printed table has the figures. The aim of a third for offers and
+    loads is not reached: whole requests cost about half, pieces of 1 as much as in vLLM.
+    """
+    results = table(100_000, 8)
+    show(results)
+    for (n_chunks, size), by_op in results.items():
+        ratio = {op: ours / theirs for op, (ours, theirs) in by_op.items()}
+        assert ratio["lookup"] <= 1.25, (n_chunks, size, ratio)
+        assert ratio["load"] <= 1.0, (n_chunks, size, ratio)
+        assert ratio["offer"] <= (1.5 if size == 1 else 0.85), (n_chunks, size, ratio)
 
 
 if __name__ == "__main__":

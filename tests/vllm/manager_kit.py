@@ -39,7 +39,9 @@ STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY, LookupResult.MISS
 
 
-def offloading_config(extra: dict[str, Any], *, n_groups: int = 1, engine_id: str = "") -> OffloadingConfig:
+def offloading_config(
+    extra: dict[str, Any], *, n_groups: int = 1, page_nbytes: int = PAGE_NBYTES, engine_id: str = ""
+) -> OffloadingConfig:
     parallel = OffloadingParallelConfig(
         rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
         data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
@@ -47,7 +49,7 @@ def offloading_config(extra: dict[str, Any], *, n_groups: int = 1, engine_id: st
     groups = tuple(OffloadingGroupConfig(TOKENS, (f"layer{i}",), i) for i in range(n_groups))
     return OffloadingConfig(
         groups=groups,
-        worker_kv_bytes_per_block=PAGE_NBYTES,
+        worker_kv_bytes_per_block=page_nbytes,
         enable_kv_cache_events=True,
         extra_config=extra,
         engine_id=engine_id or uuid.uuid4().hex,
@@ -79,16 +81,21 @@ class Kit:
         tiers: Sequence[dict[str, Any]] = (),
         *,
         n_groups: int = 1,
+        page_nbytes: int = PAGE_NBYTES,
         sliding: frozenset[int] = frozenset(),
         model: str | None = "model",
         clock: Callable[[], float] = time.monotonic,
         **extra: Any,
     ) -> None:
-        extra = {"cpu_bytes_to_use": n_slots * 4096} | ({"secondary_tiers": list(tiers)} if tiers else {}) | extra
-        self.spec = TieringOffloadingSpec(offloading_config(extra, n_groups=n_groups))
-        self.tensor = torch.zeros((N_BLOCKS, PAGE_NBYTES), dtype=torch.int8)
-        ref = CanonicalKVCacheRef(0, PAGE_NBYTES)
-        caches = CanonicalKVCaches([CanonicalKVCacheTensor(self.tensor, PAGE_NBYTES)], [[ref] for _ in range(n_groups)])
+        extra = (
+            {"cpu_bytes_to_use": n_slots * max(4096, page_nbytes)}
+            | ({"secondary_tiers": list(tiers)} if tiers else {})
+            | extra
+        )
+        self.spec = TieringOffloadingSpec(offloading_config(extra, n_groups=n_groups, page_nbytes=page_nbytes))
+        self.tensor = torch.zeros((N_BLOCKS, page_nbytes), dtype=torch.int8)
+        ref = CanonicalKVCacheRef(0, page_nbytes)
+        caches = CanonicalKVCaches([CanonicalKVCacheTensor(self.tensor, page_nbytes)], [[ref] for _ in range(n_groups)])
         digest = None if model is None else hashlib.sha256(model.encode()).digest()
         with mock.patch.object(worker, "identity_digest", return_value=digest):
             self.worker: Any = self.spec.get_worker(caches)

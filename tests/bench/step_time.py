@@ -1,0 +1,102 @@
+"""How long the manager's part of a scheduler step takes: alone, beside a busy fs tier, beside a busy process.
+
+``python -m tests.bench.step_time DIRECTORY`` prints p50, p99 and the longest step of three runs of the same steps: with
+host memory only; with an fs tier that every store keeps saturated; and with host memory only while another process does
+what the second run does. The directory should lie on a disk.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult
+
+from tests.vllm.manager_kit import STEP, Kit, keys_of
+from tierkv.vllm._control import Direction
+
+CHUNK_NBYTES = 256 << 10
+N_SLOTS = 768
+N_STORED = 16
+"""Chunks that one step stores: 4 MiB, some 600 MiB a second at the usual 6 ms a step."""
+N_LOOKED_UP = 512
+STEP_S = 0.006
+
+
+def one_step(kit: Kit, n: int, resident: list[Any]) -> float:
+    """Seconds that the manager took; the worker's copies are stamped, not made."""
+    manager, keys = kit.manager, keys_of(f"step {n}", N_STORED)
+    asker, storer = kit.request(resident), kit.request(keys)
+    start = time.perf_counter()
+    for key in resident:
+        if manager.lookup(key, asker) is LookupResult.MISS:
+            break
+    manager.on_schedule_end(STEP)
+    output = manager.prepare_store(keys, storer)
+    spent = time.perf_counter() - start
+    page, spec = manager._page(), output.store_spec
+    page.stamp_many(0, Direction.STORE, spec.slots, spec.tickets, ok=True)
+    done = set(output.keys_to_store)
+    start = time.perf_counter()
+    manager.complete_store(done, storer)
+    manager.on_request_finished(storer)
+    manager.on_request_finished(asker)
+    return spent + time.perf_counter() - start
+
+
+def run(tiers: list[dict[str, Any]], n_steps: int, ready: Path | None = None) -> list[float]:
+    kit = Kit(N_SLOTS, tiers, page_nbytes=CHUNK_NBYTES)
+    try:
+        if tiers:
+            kit.until(lambda: kit.hierarchy.levels[1].open)
+        resident = keys_of("resident", N_LOOKED_UP)
+        for i in range(0, N_LOOKED_UP, N_STORED):
+            keys = resident[i : i + N_STORED]
+            context = kit.request(resident)
+            output = kit.offer(keys, context)
+            spec = output.store_spec
+            kit.manager._page().stamp_many(0, Direction.STORE, spec.slots, spec.tickets, ok=True)
+            kit.manager.complete_store(set(output.keys_to_store), context)
+        if ready is not None:
+            ready.touch()
+        spent = []
+        for n in range(n_steps):
+            began = time.perf_counter()
+            spent.append(one_step(kit, n, resident))
+            time.sleep(max(0.0, began + STEP_S - time.perf_counter()))
+        return sorted(spent)
+    finally:
+        kit.close()
+
+
+def main() -> None:
+    where = Path(sys.argv[1])
+    n_steps = int(sys.argv[2]) if len(sys.argv) > 2 else 1500
+    with tempfile.TemporaryDirectory(dir=where) as folder:
+        tier = {"type": "fs", "root_dir": f"{folder}/root", "capacity": "1GiB"}
+        if os.environ.get("TIERKV_BENCH_NEIGHBOUR"):
+            run([tier], 10**9, Path(os.environ["TIERKV_BENCH_NEIGHBOUR"]))
+        print(f"{N_LOOKED_UP} lookups and {N_STORED} chunks of {CHUNK_NBYTES >> 10} KiB stored a step, {n_steps} steps")
+        report("host memory alone", run([], n_steps))
+        report("beside its own fs tier", run([tier], n_steps))
+        ready = Path(folder) / "ready"
+        environment = os.environ | {"TIERKV_BENCH_NEIGHBOUR": str(ready)}
+        with subprocess.Popen([sys.executable, "-m", __spec__.name, folder], env=environment) as neighbour:
+            while not ready.exists():
+                time.sleep(0.1)
+            report("beside another process", run([], n_steps))
+            neighbour.kill()
+
+
+def report(what: str, spent: list[float]) -> None:
+    p50, p99, longest = (spent[int(len(spent) * q)] * 1e3 for q in (0.5, 0.99, 0.9999))
+    print(f"{what:>24}: p50 {p50:6.2f} ms   p99 {p99:6.2f} ms   longest {longest:6.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
