@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes
+from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes, reason_of
 from tierkv._proof import check_books
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
 
@@ -53,7 +53,7 @@ class Flow:
             self._emit(top, EventKind.STORED, entry.chunk)
         else:
             if entry.state is not GONE:
-                self._leave(top, entry, _reason_of(outcome))
+                self._leave(top, entry, reason_of(outcome))
             if ended:
                 self._writer_ended(top, entry)
         self._source_lost(below, flight.source, outcome)
@@ -75,7 +75,7 @@ class Flow:
             self._emit(level, EventKind.STORED, entry.chunk)
         else:
             if entry.state is not GONE:
-                self._leave(level, entry, _reason_of(outcome))
+                self._leave(level, entry, reason_of(outcome))
             if ended:
                 self._writer_ended(level, entry)
         if flight.demote and not outcome.ok:
@@ -109,7 +109,7 @@ class Flow:
         """A copy found out that a lower level's medium no longer has what the ledger says."""
         if level.index and source.state is not GONE and outcome.status in (Status.MISSING, Status.CORRUPT):
             source.stored = False
-            self._leave(level, source, _reason_of(outcome))
+            self._leave(level, source, reason_of(outcome))
 
     def _unstick(self, level: LevelBooks, key: ChunkKey) -> None:
         """What lies under the key is accounted for anew: a deletion that failed is history."""
@@ -130,34 +130,47 @@ class Flow:
 
     # -- lower levels -------------------------------------------------------------------------------------------
 
-    def _enqueue(self, level: LevelBooks, source_level: int, source: Entry, *, demote: bool) -> bool:
-        """Ask a lower level to take a copy. True if it will as far as is known, or has one."""
-        chunk = source.chunk
+    def _enqueue(self, level: LevelBooks, source_level: int, sources: Sequence[Entry], *, demote: bool) -> None:
+        """Ask a lower level to take copies of chunks, in prefix order: what fits at once starts, the rest waits."""
+        above = self.levels[source_level]
+        asked: list[Waiting] = []
+        for source in sources:
+            charge = self._ask(level, source.chunk)
+            if charge is None:
+                continue
+            above.ledger.hold(source)
+            level.queued_nbytes += charge
+            asked.append(Waiting(source_level, source, demote, charge))
+        if not asked:
+            return
+        if demote:
+            above.demoting_nbytes += sum([waiting.source.charge_nbytes for waiting in asked])
+        started: list[Entry] = []
+        if not level.waiting and level.plan.writable():
+            started = level.ledger.reserve([waiting.source.chunk for waiting in asked])
+            for waiting, target in zip(asked, started, strict=False):
+                self._begin(level, waiting, target)
+        if len(started) == len(asked):
+            self._trim(level)
+            return
+        level.waiting.update({waiting.source.chunk.key: waiting for waiting in asked[len(started) :]})
+        self._pump(level)
+
+    def _ask(self, level: LevelBooks, chunk: Chunk) -> int | None:
+        """What the chunk will be charged, if the level wants it; None, and counted why, if it has it or refuses."""
         level.counts.offered += 1
         known = level.ledger.get(chunk.key)
-        if known is not None and level.ledger.expired(known) and not known.holds:
+        if known is not None:
+            if not level.ledger.expired(known) or known.holds:
+                level.counts.present += 1
+                return None
             self._leave(level, known, Reason.EXPIRED)
-        elif known is not None:
-            level.counts.present += 1
-            return True
         charge = level.ledger.charge(chunk)
         reason = self._refusal(level, chunk, charge)
         if reason is not None:
             level.counts.refuse(reason)
-            return False
-        above = self.levels[source_level]
-        above.ledger.hold(source)
-        if demote:
-            above.demoting_nbytes += source.charge_nbytes
-        level.queued_nbytes += charge
-        waiting = Waiting(source_level, source, demote, charge)
-        if not level.waiting and level.plan.writable() and (taken := level.ledger.reserve([chunk])):
-            self._begin(level, waiting, taken[0])
-            self._trim(level)
-            return True
-        level.waiting[chunk.key] = waiting
-        self._pump(level)
-        return chunk.key in level.waiting or level.ledger.get(chunk.key) is not None
+            return None
+        return charge
 
     def _refusal(self, level: LevelBooks, chunk: Chunk, charge: int) -> Reason | None:
         if not level.open:
@@ -238,14 +251,22 @@ class Flow:
         self, level: LevelBooks, need_nbytes: int, protect: Collection[ChunkKey | None], *, sliced: bool = False
     ) -> None:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
-        droppable = self._droppable(level)
-        staying: set[ChunkKey | None] = set()
         accept = self._unguarded if self.guarded else None
-        for entry in level.ledger.victims(accept, protect, need_nbytes, at_most=SLICE if sliced else None):
-            stays = entry.chunk.key in staying
-            if droppable is not None and not droppable(entry):
-                stays |= self._enqueue(self.levels[level.index + 1], level.index, entry, demote=True)
-            if stays:
+        victims = level.ledger.victims(accept, protect, need_nbytes, at_most=SLICE if sliced else None)
+        droppable = self._droppable(level)
+        if droppable is None:
+            self._evict(level, victims)
+            return
+        moving = {id(entry): entry for entry in victims if not droppable(entry)}
+        below = level.lower[0]
+        self._enqueue(below, level.index, list(moving.values())[::-1], demote=True)
+        staying: set[ChunkKey | None] = set()
+        for entry in victims:
+            key = entry.chunk.key
+            asked = id(entry) in moving
+            # What was asked for stays if it was not refused; what was not asked for, if its copy has just left below.
+            stays = entry.holds or below.ledger.get(key) is not None if asked else not droppable(entry)
+            if stays or key in staying:
                 staying.add(entry.chunk.parent)
             else:
                 self._leave(level, entry, Reason.EVICTED)
@@ -290,8 +311,8 @@ class Flow:
             self._settle(level, entry)
 
     def _evict(self, level: LevelBooks, victims: Sequence[Entry]) -> None:
-        """Entries of the primary that :meth:`Ledger.victims` chose leave together."""
-        if level.demotes or level.ledger.expires:
+        """Entries that :meth:`Ledger.victims` chose leave; from the primary, whose slots take no deletion, together."""
+        if level.index or level.demotes or level.ledger.expires:
             for entry in victims:
                 self._leave(level, entry, Reason.EVICTED)
             return
@@ -373,13 +394,3 @@ class Flow:
     def check(self) -> None:
         """Recount everything that is kept incrementally. For tests; O(n)."""
         check_books(self.levels, list(self._flights.values()))
-
-
-def _reason_of(outcome: Outcome) -> Reason:
-    if outcome.reason is not None:
-        return outcome.reason
-    return {
-        Status.MISSING: Reason.VANISHED,
-        Status.CORRUPT: Reason.CORRUPT,
-        Status.REFUSED: Reason.FULL,
-    }.get(outcome.status, Reason.TIER_ERROR)

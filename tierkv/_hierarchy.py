@@ -154,15 +154,17 @@ class Hierarchy(Flow):
     def commit_store(self, entries: Iterable[Entry]) -> None:
         """The device's bytes are in these slots: the chunks can be read, and lower levels follow."""
         level = self.levels[0]
+        stored: list[Entry] = []
         for entry in entries:
             if entry.state is GONE:
                 self._writer_ended(level, entry)
                 continue
             self.primary.commit(entry)
-            level.counts.stored += 1
+            stored.append(entry)
             self._emit(level, EventKind.STORED, entry.chunk)
-            for lower in self.cascades:
-                self._enqueue(lower, 0, entry, demote=False)
+        level.counts.stored += len(stored)
+        for lower in self.cascades:
+            self._enqueue(lower, 0, stored, demote=False)
         self._trim(level)
 
     def abort_store(self, entries: Iterable[Entry], reason: Reason, *, ended: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tierkv._ledger import READY, Entry, Ledger
 from tierkv.protocols import Admission, EvictionPolicy
-from tierkv.types import Chunk, ChunkKey, LevelStatistics, Reason, Transfer
+from tierkv.types import Chunk, ChunkKey, LevelStatistics, Outcome, Reason, Status, Transfer
 
 
 class Writes(Enum):
@@ -187,3 +187,14 @@ class LevelBooks:
 def bare(key: ChunkKey, nbytes: int) -> Chunk:
     """A chunk of which only the name is known yet, and a bound of its length (a directory scan)."""
     return Chunk(key, nbytes=nbytes)
+
+
+def reason_of(outcome: Outcome) -> Reason:
+    """Why a chunk left whose copy ended so."""
+    if outcome.reason is not None:
+        return outcome.reason
+    return {
+        Status.MISSING: Reason.VANISHED,
+        Status.CORRUPT: Reason.CORRUPT,
+        Status.REFUSED: Reason.FULL,
+    }.get(outcome.status, Reason.TIER_ERROR)
