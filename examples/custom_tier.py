@@ -9,9 +9,11 @@ import asyncio
 import sqlite3
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from tierkv import Chunk, ChunkKey, CPUTier, Level, Namespace, Outcome, PrefixChunker, Status, TieredCache
+from tierkv import Chunk, ChunkKey, ClosedError, CPUTier, Level, Namespace, Outcome, PrefixChunker, Status, TieredCache
 from tierkv.policies import LRU
 from tierkv.protocols import Tier, TierContext
 
@@ -21,55 +23,62 @@ CHUNK_NBYTES = 16 << 10
 class SQLiteTier:
     """Moves whole chunks by key and decides nothing; the hierarchy says what comes and what leaves.
 
-    Each chunk is one transaction on a thread, so it is visible as a whole or not at all.
+    All calls run one after another on a thread of their own, each as one transaction, so a chunk is there whole or not
+    at all and a caller that is cancelled disturbs nobody. Constructors do no I/O.
     """
 
     def __init__(self, path: Path) -> None:
         self.name = "sqlite"
         self._path = path
-        self._lock = asyncio.Lock()
+        self._thread: ThreadPoolExecutor | None = None
 
     async def open(self, ctx: TierContext) -> None:
-        """Make the table; what an earlier run left is dropped, since this tier cannot say what it holds."""
+        """Start empty: this tier cannot tell what an earlier run left (see ``ScanTier`` for those that can)."""
         self._database = sqlite3.connect(self._path, check_same_thread=False)
-        await self._run("DROP TABLE IF EXISTS chunks", ())
-        await self._run("CREATE TABLE chunks (key BLOB PRIMARY KEY, bytes BLOB) WITHOUT ROWID", ())
+        self._thread = ThreadPoolExecutor(1, "sqlite")
+        await self._run("DROP TABLE IF EXISTS chunks", [()])
+        await self._run("CREATE TABLE chunks (key BLOB PRIMARY KEY, bytes BLOB) WITHOUT ROWID", [()])
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return [bool(await self._run("SELECT 1 FROM chunks WHERE key = ?", (key,))) for key in keys]
+        return [row is not None for row in await self._run("SELECT 1 FROM chunks WHERE key = ?", [(k,) for k in keys])]
 
     async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> Sequence[Outcome]:
+        rows = await self._run("SELECT bytes FROM chunks WHERE key = ?", [(key,) for key, _ in items])
         outcomes = []
-        for key, buffer in items:
-            rows = await self._run("SELECT bytes FROM chunks WHERE key = ?", (key,))
-            if rows:
-                whole: bytes = rows[0][0]
+        for (key, buffer), row in zip(items, rows, strict=True):
+            if row is not None:
+                whole: bytes = row[0]
                 buffer[: len(whole)] = whole
                 buffer[len(whole) :] = bytes(len(buffer) - len(whole))  # never another chunk's leftovers
-            outcomes.append(Outcome(key, Status.OK if rows else Status.MISSING))
+            outcomes.append(Outcome(key, Status.MISSING if row is None else Status.OK))
         return outcomes
 
     async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
-        for chunk, buffer in items:
-            await self._run("REPLACE INTO chunks VALUES (?, ?)", (chunk.key, bytes(buffer[: chunk.nbytes])))
+        values = [(chunk.key, bytes(buffer[: chunk.nbytes])) for chunk, buffer in items]
+        await self._run("REPLACE INTO chunks VALUES (?, ?)", values)
         return [Outcome(chunk.key, Status.OK) for chunk, _ in items]
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            await self._run("DELETE FROM chunks WHERE key = ?", (key,))
+        await self._run("DELETE FROM chunks WHERE key = ?", [(key,) for key in keys])
 
     async def aclose(self) -> None:
-        async with self._lock:
-            self._database.close()
+        """Close once, also if it is cancelled."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            closed = thread.submit(self._database.close)
+            thread.shutdown(wait=False)
+            await asyncio.shield(asyncio.wrap_future(closed))
 
-    async def _run(self, statement: str, values: tuple[object, ...]) -> list[tuple[bytes]]:
-        async with self._lock:  # one statement at a time on one connection
+    async def _run(self, statement: str, values: Sequence[tuple[bytes, ...]]) -> list[Any]:
+        """One statement for each set of values; the first row of each answer, or None."""
+        if self._thread is None:
+            raise ClosedError("the sqlite tier is not open")
 
-            def run() -> list[tuple[bytes]]:
-                with self._database:
-                    return self._database.execute(statement, values).fetchall()
+        def run() -> list[Any]:
+            with self._database:
+                return [self._database.execute(statement, each).fetchone() for each in values]
 
-            return await asyncio.to_thread(run)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
 
 async def main(path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
+from tierkv.testing import check_policy, check_tier
 from tierkv.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NEEDS_VLLM = {"vllm_tiering.py"}
+FEW = settings(max_examples=20, stateful_step_count=30)
 
 
 def _run(name: str, *arguments: str) -> str:
@@ -49,3 +54,24 @@ def test_the_vllm_example_has_a_configuration_that_we_accept(tmp_path: Path) -> 
     options = parse_options(config["kv_connector_extra_config"])
     assert options.tiers[0].root_dir == str(tmp_path)
     assert not options.warnings
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(300)
+def test_the_tier_of_the_example_keeps_its_promises() -> None:
+    """The conformance kit that we offer to authors of tiers finds nothing wrong with the tier that we show them."""
+    sqlite_tier = _module("custom_tier").SQLiteTier
+    check_tier(lambda directory: sqlite_tier(directory / "chunks.sqlite"), settings=FEW)
+
+
+def test_the_policy_of_the_example_keeps_its_promises() -> None:
+    """The same for the order of eviction."""
+    check_policy(_module("custom_policy").LFU, settings=FEW)
