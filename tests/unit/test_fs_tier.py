@@ -38,8 +38,8 @@ from tests.fs_kit import (
 )
 from tierkv.errors import ChunkSizeError, ClosedError, TierReadError, TierWriteError
 from tierkv.protocols import Bounded, Charging, ScanTier
-from tierkv.tiers import _fs_io
 from tierkv.tiers._fs_format import HEADER_NBYTES, unpack_header
+from tierkv.tiers._fs_memory import zero
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey, Reason, Status
 
@@ -477,7 +477,7 @@ async def test_a_read_renews_an_old_files_time(root: Path) -> None:
 def test_zeroing_covers_more_than_one_piece() -> None:
     """The tail behind a short chunk in a long slot is zeroed to its end."""
     buffer = memoryview(bytearray(b"\xee" * 200_000))
-    _fs_io.zero(buffer, 3)
+    zero(buffer, 3)
     assert buffer[:3] == b"\xee" * 3 and not any(buffer[3:])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from tierkv.tiers._fs_format import PAGE_NBYTES
@@ -116,13 +117,12 @@ class Books:
         None if that file was removed since the scan that is under way began: it may have been listed before.
         """
         with self.lock:
-            if (key, owner) in self._gone:
-                return None
-            held = self.get(key)
-            if held is not None:
-                return held
-            self._add(key, slot, nbytes)
-            return Held(slot, nbytes)
+            return self._found(key, slot, owner, nbytes)
+
+    def add_all(self, files: Iterable[tuple[ChunkKey, int, str, int]]) -> list[bool]:
+        """As ``add`` for many (key, slot, owner, nbytes): whether each is counted now."""
+        with self.lock:
+            return [self._found(*file) is not None for file in files]
 
     def drop(self, key: ChunkKey, owner: str) -> Held | None:
         """The key's file is gone. Returns what it was, None if unknown."""
@@ -175,6 +175,15 @@ class Books:
             assert pages * PAGE_NBYTES == self._files_nbytes
             assert sum(leaver.nbytes for leaver in self.leavers) == self._leavers_nbytes
             assert self._writing_nbytes >= 0
+
+    def _found(self, key: ChunkKey, slot: int, owner: str, nbytes: int) -> Held | None:
+        if self._gone and (key, owner) in self._gone:
+            return None
+        held = self.get(key)
+        if held is None:
+            self._add(key, slot, nbytes)
+            held = Held(slot, nbytes)
+        return held
 
     def _add(self, key: ChunkKey, slot: int, nbytes: int) -> None:
         self._records[key] = nbytes // PAGE_NBYTES << _SLOT_BITS | slot

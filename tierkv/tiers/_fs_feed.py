@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tierkv.types import Chunk, ChunkKey, Found
+from tierkv.tiers._fs_index import Index
+from tierkv.types import ChunkKey, Found
 
 BATCH: Final = 2_000
 """Most chunks of one batch: what a step of the serving engine can take in."""
@@ -22,7 +23,9 @@ class Listed(NamedTuple):
     key: ChunkKey
     owner: str
     nbytes: int
-    chunk: Chunk | None
+    source: Index | None
+    """Where its record is written, at ``place``; None if only its name is known."""
+    place: int
 
 
 class Feed:
@@ -60,7 +63,7 @@ class Feed:
                 closed = self._closed
                 event.clear()
             if batch is not None:
-                return [Found(item.key, item.nbytes, owned=True, chunk=item.chunk) for item in batch]
+                return [_found(item) for item in batch]
             if closed:
                 return None
             await event.wait()
@@ -74,3 +77,8 @@ class Feed:
                 loop.call_soon_threadsafe(event.set)
             except RuntimeError:
                 return  # the reader's loop is gone, and the reader with it
+
+
+def _found(item: Listed) -> Found:
+    chunk = None if item.source is None else item.source.chunk(item.place)
+    return Found(item.key, item.nbytes, owned=True, chunk=chunk)

@@ -12,10 +12,9 @@ import logging
 import os
 import stat
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import aiofiles
 import aiofiles.os
@@ -50,13 +49,51 @@ class IndexEntry(NamedTuple):
     chunk: Chunk
 
 
-@dataclass(frozen=True)
 class Index:
-    """Chunks coldest first; ``covers`` are the owner ids all of whose files in the namespace are listed."""
+    """An index that was read. Entries stay packed until they are asked for: there may be a million.
 
-    covers: tuple[str, ...]
-    leaf_times_ns: Mapping[str, int]
-    entries: Sequence[IndexEntry]
+    Attributes:
+        covers: the owner ids all of whose files in the namespace are listed.
+        leaf_times_ns: when each leaf directory had last changed; 0 if there was none.
+    """
+
+    def __init__(
+        self, covers: tuple[str, ...], leaf_times_ns: Mapping[str, int], tenants: Sequence[str], entries: _Entries
+    ) -> None:
+        self.covers = covers
+        self.leaf_times_ns = leaf_times_ns
+        self._tenants = tenants
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries.packed) // self._entries.layout.size
+
+    def files(self) -> Iterator[tuple[ChunkKey, str, int]]:
+        """(key, owner, file length in bytes), coldest first."""
+        covers = self.covers
+        for n_key, _, _, slot, _, _, pages, _, _, key, _ in self._entries.layout.iter_unpack(self._entries.packed):
+            yield key if len(key) == n_key else key[:n_key], covers[slot], pages * PAGE_NBYTES
+
+    def chunk(self, place: int) -> Chunk:
+        """The record at a place of ``files``."""
+        layout = self._entries.layout
+        n_key, n_parent, flags, _, tenant, group, _, end_token, nbytes, key, parent = layout.unpack_from(
+            self._entries.packed, place * layout.size
+        )
+        return Chunk(
+            key[:n_key],
+            parent[:n_parent] if flags & _HAS_PARENT else None,
+            group,
+            end_token,
+            nbytes,
+            self._tenants[tenant],
+            bool(flags & _PARTIAL),
+        )
+
+
+class _Entries(NamedTuple):
+    layout: struct.Struct
+    packed: memoryview
 
 
 def index_room_nbytes(n_chunks: int) -> int:
@@ -64,22 +101,24 @@ def index_room_nbytes(n_chunks: int) -> int:
     return padded_nbytes(PAGE_NBYTES + n_chunks * _PER_CHUNK_NBYTES)
 
 
-def pack_index(index: Index, digest: bytes) -> bytes:
-    """The whole file."""
+def pack_index(
+    covers: Sequence[str], leaf_times_ns: Mapping[str, int], entries: Sequence[IndexEntry], digest: bytes
+) -> bytes:
+    """The whole file; ``entries`` are coldest first."""
     tenants: dict[str, int] = {}
-    for entry in index.entries:
+    for entry in entries:
         tenants.setdefault(entry.chunk.tenant, len(tenants))
-    n_key = max((len(e.chunk.key) for e in index.entries), default=0)
-    n_parent = max((len(e.chunk.parent or b"") for e in index.entries), default=0)
-    slots = {owner: slot for slot, owner in enumerate(index.covers)}
+    n_key = max((len(e.chunk.key) for e in entries), default=0)
+    n_parent = max((len(e.chunk.parent or b"") for e in entries), default=0)
+    slots = {owner: slot for slot, owner in enumerate(covers)}
     entry_struct = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
-    out = bytearray(_HEAD.pack(_MAGIC, VERSION, len(slots), len(tenants), n_key, n_parent, digest, len(index.entries)))
-    out += b"".join(bytes.fromhex(owner) for owner in index.covers)
-    out += _TIMES.pack(*(index.leaf_times_ns.get(leaf, 0) for leaf in LEAVES))
+    out = bytearray(_HEAD.pack(_MAGIC, VERSION, len(slots), len(tenants), n_key, n_parent, digest, len(entries)))
+    out += b"".join(bytes.fromhex(owner) for owner in covers)
+    out += _TIMES.pack(*(leaf_times_ns.get(leaf, 0) for leaf in LEAVES))
     for tenant in tenants:
         text = tenant.encode("utf-8", "surrogatepass")
         out += struct.pack("<H", len(text)) + text
-    for owner, nbytes, chunk in index.entries:
+    for owner, nbytes, chunk in entries:
         parent = chunk.parent or b""
         out += entry_struct.pack(
             len(chunk.key), len(parent), _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None),
@@ -108,19 +147,10 @@ def unpack_index(data: bytes, digest: bytes) -> Index:
         (length,) = struct.unpack_from("<H", body, at)
         tenants.append(bytes(body[at + 2 : at + 2 + length]).decode("utf-8", "surrogatepass"))
         at += 2 + length
-    entry_struct = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
-    if len(body) - at != n_entries * entry_struct.size:
+    layout = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
+    if len(body) - at != n_entries * layout.size:
         raise BadIndexError("length")
-    return Index(owners, times, list(_entries(entry_struct.iter_unpack(body[at:]), owners, tenants)))
-
-
-def _entries(rows: Iterable[tuple[Any, ...]], owners: tuple[str, ...], tenants: list[str]) -> Iterable[IndexEntry]:
-    for key_len, parent_len, flags, slot, tenant, group, pages, end_token, nbytes, key, parent in rows:
-        its_parent = ChunkKey(parent[:parent_len]) if flags & _HAS_PARENT else None
-        chunk = Chunk(
-            ChunkKey(key[:key_len]), its_parent, group, end_token, nbytes, tenants[tenant], bool(flags & _PARTIAL)
-        )
-        yield IndexEntry(owners[slot], pages * PAGE_NBYTES, chunk)
+    return Index(owners, times, tenants, _Entries(layout, body[at:]))
 
 
 async def save_index(root_fd: int, owner: str, data: bytes, executor: Executor) -> None:

@@ -15,8 +15,8 @@ import os
 import stat
 import threading
 import time
-from collections import Counter, deque
-from typing import Final, NamedTuple
+from collections import Counter
+from typing import Final
 
 from tierkv.errors import ChunkSizeError
 from tierkv.tiers._fs_format import (
@@ -32,6 +32,7 @@ from tierkv.tiers._fs_format import (
     part_name,
     unpack_header,
 )
+from tierkv.tiers._fs_memory import Scratch, zero
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 TOUCH_AFTER_S: Final = 60.0
 """A read renews the file's time if it is older than this: recency that survives a kill, at one inode write a minute."""
-_ZEROS: Final = memoryview(bytes(64 * 1024))
 
 
 Identity = tuple[int, int]
@@ -83,33 +83,6 @@ class Tally:
             return self._counts.copy()
 
 
-class Scratch(NamedTuple):
-    """Two aligned pages for one worker: a header, and the last page of a payload that does not fill it."""
-
-    header: memoryview
-    tail: memoryview
-    worker: int
-    """Number of whoever holds these pages; no two do at a time."""
-
-
-class ScratchRing:
-    """Aligned scratch pages, handed round among workers. An mmap: heap memory is not aligned enough for O_DIRECT.
-
-    Concurrency: ``take`` and ``give`` from any thread; each is one atomic deque operation.
-    """
-
-    def __init__(self, n: int) -> None:
-        memory = memoryview(mmap.mmap(-1, n * 2 * PAGE_NBYTES))
-        pages = [memory[i * PAGE_NBYTES : (i + 1) * PAGE_NBYTES] for i in range(2 * n)]
-        self._free = deque(Scratch(pages[2 * i], pages[2 * i + 1], i) for i in range(n))
-
-    def take(self) -> Scratch:
-        return self._free.popleft()
-
-    def give(self, scratch: Scratch) -> None:
-        self._free.append(scratch)
-
-
 class ChunkFiles:
     """The files under ``root/<namespace digest>``.
 
@@ -140,7 +113,7 @@ class ChunkFiles:
         if tail_nbytes:
             # Never the caller's own last page: behind the payload it may hold another tenant's bytes.
             scratch.tail[:tail_nbytes] = payload[-tail_nbytes:]
-            scratch.tail[tail_nbytes:] = _ZEROS[: PAGE_NBYTES - tail_nbytes]
+            zero(scratch.tail, tail_nbytes)
             parts.append(scratch.tail)
         name = file_name(chunk.key, owner)
         part = part_name(name, scratch.worker)
@@ -360,13 +333,6 @@ def damage(found: os.stat_result) -> str | None:
 def is_whole(file_nbytes: int) -> bool:
     """True if a chunk file can have this length."""
     return file_nbytes >= HEADER_NBYTES and file_nbytes % PAGE_NBYTES == 0
-
-
-def zero(buffer: memoryview, start: int) -> None:
-    """Zero ``buffer`` from ``start`` on, in pieces short enough not to hold the GIL for long."""
-    for at in range(start, len(buffer), len(_ZEROS)):
-        piece = buffer[at : at + len(_ZEROS)]
-        piece[:] = _ZEROS[: len(piece)]
 
 
 def open_directory(name: str, dir_fd: int) -> int:

@@ -8,11 +8,19 @@ from typing import Final
 
 from tierkv.tiers._fs_books import Leaver
 from tierkv.tiers._fs_feed import Listed
-from tierkv.tiers._fs_format import FileName, file_name, is_namespace_dir, leaf_of, padded_nbytes, parse_file_name
+from tierkv.tiers._fs_format import (
+    LEAVES,
+    FileName,
+    file_name,
+    is_namespace_dir,
+    leaf_of,
+    padded_nbytes,
+    parse_file_name,
+)
 from tierkv.tiers._fs_index import Index
 from tierkv.tiers._fs_io import NotRegularError, Tally, damage, open_directory, unlink_quietly
 from tierkv.tiers._fs_owners import Seat
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import ChunkKey
 
 _LAST_INDEXED: Final = 2.0
 """Order of files: indexed ones by their place in it, from 1 to 2; the others by their time, after those."""
@@ -23,23 +31,41 @@ class Hints:
 
     def __init__(self, indexes: Sequence[Index], owners: Sequence[str]) -> None:
         self._by_leaf: dict[str, list[Listed]] = {}
-        self._chunks: dict[ChunkKey, tuple[float, Chunk]] = {}
+        self._known: dict[ChunkKey, Listed] = {}
         for index in indexes:
-            step = 1.0 / max(1, len(index.entries))
-            for place, (owner, nbytes, chunk) in enumerate(index.entries):
-                order = 1.0 + place * step
-                self._chunks[chunk.key] = (order, chunk)
-                if owner in owners:
-                    listed = Listed(order, chunk.key, owner, nbytes, chunk)
-                    self._by_leaf.setdefault(leaf_of(chunk.key), []).append(listed)
+            for item in listed_in(index):
+                self._known[item.key] = item
+                if item.owner in owners:
+                    self._by_leaf.setdefault(leaf_of(item.key), []).append(item)
 
     def of(self, leaf: str) -> list[Listed]:
         return self._by_leaf.get(leaf, [])
 
-    def about(self, key: ChunkKey, mtime_ns: int) -> tuple[float, Chunk | None]:
-        """(order, record) of a file that was listed."""
-        known = self._chunks.get(key)
-        return known if known is not None else (_LAST_INDEXED + mtime_ns * 1e-9, None)
+    def about(self, key: ChunkKey, owner: str, found: os.stat_result) -> Listed:
+        """A file that was found in a directory, with what the index knows of its key."""
+        known = self._known.get(key)
+        if known is None:
+            return Listed(_LAST_INDEXED + found.st_mtime_ns * 1e-9, key, owner, found.st_size, None, 0)
+        return known._replace(owner=owner, nbytes=found.st_size)
+
+
+def listed_in(index: Index) -> Iterator[Listed]:
+    """The files of an index, coldest first."""
+    step = 1.0 / max(1, len(index))
+    for place, (key, owner, nbytes) in enumerate(index.files()):
+        yield Listed(1.0 + place * step, key, owner, nbytes, index, place)
+
+
+def leaf_times_ns(namespace_fd: int) -> dict[str, int]:
+    """When each leaf directory last changed; 0 where there is none."""
+    return {leaf: _time_ns(leaf, namespace_fd) for leaf in LEAVES}
+
+
+def _time_ns(leaf: str, namespace_fd: int) -> int:
+    try:
+        return os.stat(leaf, dir_fd=namespace_fd, follow_symlinks=False).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 class Lister:
@@ -60,8 +86,7 @@ class Lister:
                 self._tally.add("corrupt")  # moved here by hand: no lookup would ever find it
                 unlink_quietly(name, leaf_fd)
                 continue
-            order, chunk = hints.about(parsed.key, found.st_mtime_ns)
-            item = Listed(order, parsed.key, parsed.owner, found.st_size, chunk)
+            item = hints.about(parsed.key, parsed.owner, found)
             other = best.get(parsed.key)
             if other is not None:
                 item, worse = (item, other) if item.order >= other.order else (other, item)

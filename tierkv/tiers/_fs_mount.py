@@ -17,14 +17,14 @@ from tierkv.sizes import format_size
 from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_feed import Feed
 from tierkv.tiers._fs_format import (
-    LEAVES,
     PAGE_NBYTES,
     charge_nbytes,
     namespace_digest,
     padded_nbytes,
 )
-from tierkv.tiers._fs_index import Index, IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
+from tierkv.tiers._fs_index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
 from tierkv.tiers._fs_io import ChunkFiles, NotRegularError, Tally, direct_works, make_directory
+from tierkv.tiers._fs_list import leaf_times_ns
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_ops import Operations
 from tierkv.tiers._fs_owners import Seat
@@ -165,7 +165,7 @@ class Mount:
             if held is not None:
                 entries.append(IndexEntry(ids[held.slot], held.nbytes, ordered.get(key) or Chunk(ChunkKey(key))))
         covers = tuple(self._seat.held_ids())
-        data = pack_index(Index(covers, self._leaf_times(), entries), self._digest)
+        data = pack_index(covers, leaf_times_ns(self._namespace_fd), entries, self._digest)
         spare = max(0, books.limit_nbytes - books.used_nbytes)
         if padded_nbytes(len(data)) > self._index_room_nbytes + spare:
             _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))
@@ -267,15 +267,6 @@ class Mount:
             format_size(free_nbytes), format_size(ours_nbytes), self._path,
         )  # fmt: skip
         return capacity
-
-    def _leaf_times(self) -> dict[str, int]:
-        times = {}
-        for leaf in LEAVES:
-            try:
-                times[leaf] = os.stat(leaf, dir_fd=self._namespace_fd, follow_symlinks=False).st_mtime_ns
-            except FileNotFoundError:
-                continue
-        return times
 
     def _owns_files(self) -> Callable[[str], bool]:
         """Whether an owner id is in some file's name, as far as we know."""

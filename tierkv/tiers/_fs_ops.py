@@ -11,9 +11,10 @@ from typing import Final
 from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
 from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_format import charge_nbytes, fits_a_header
-from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, Identity, NotRegularError, Scratch, ScratchRing, Tally
+from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, Identity, NotRegularError, Tally
 from tierkv.tiers._fs_list import remove_leaver
 from tierkv.tiers._fs_lookup import Lookups
+from tierkv.tiers._fs_memory import Scratch, ScratchRing
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_scan import Scanner
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
