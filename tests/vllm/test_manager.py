@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 from vllm.v1.kv_offload.base import Medium, TierFilter, TierMatcher
 
-from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of
+from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of, offloading_config
 from tierkv.types import Reason, Status
-from tierkv.vllm import _metrics
+from tierkv.vllm import _compat, _metrics
 from tierkv.vllm._control import Direction
 
 pytestmark = pytest.mark.timeout(120)
@@ -707,3 +707,57 @@ def test_last_store_of_a_busy_time_reaches_the_disk(kit, tmp_path):
             break
         deadline.wait(0.01)
     assert len(files) == 3
+
+
+# -- other versions of vLLM -------------------------------------------------------------------------------------------
+
+
+class ContextOf030:
+    """A request context as vLLM 0.30 makes it: without scratch space, positions and tier filters."""
+
+    def __init__(self, req_id: str) -> None:
+        self.req_id = req_id
+
+
+def test_requests_without_positions_go_by_call_order(kit):
+    """What vLLM 0.30 does not say is counted up: parents and ends come out as if it had said them."""
+    engine, keys = kit(3), keys_of("a", 4)
+    context = ContextOf030("r")
+    engine.manager.on_new_request(context)
+    assert engine.manager.lookup(keys[0], context) is MISS
+    assert engine.store(keys[:2], context) == keys[:2]
+    assert engine.store(keys[2:3], context) == keys[2:3]
+    chunks = [engine.hierarchy.primary.get(key).chunk for key in keys[:3]]
+    assert [chunk.end_token for chunk in chunks] == [4, 8, 12]
+    assert [chunk.parent for chunk in chunks] == [None, keys[0], keys[1]]
+    assert engine.lookup(keys, context) == [HIT] * 3 + [MISS]
+    engine.load(keys[:3], context)
+    engine.manager.on_request_finished(context)
+
+
+def test_windows_are_told_by_033():
+    """From 0.33 on the configuration says which groups slide; nothing is looked for elsewhere."""
+
+    class Group:
+        def __init__(self, group_id: int, window: int | None) -> None:
+            self.group_id = group_id
+            self.sliding_window_size_in_chunks = window
+
+    class Config:
+        groups = (Group(0, None), Group(1, 4))
+
+    assert _compat.sliding_groups(Config()) == frozenset({1})
+
+
+def test_windows_are_found_at_the_caller_before():
+    """Until then whoever makes the manager holds the KV-cache configuration, and it is read there."""
+    from tests.vllm.scheduler_rig import cache_config
+
+    kv_cache_config = cache_config(8, two_groups=True)
+    assert _compat.sliding_groups(offloading_config({}, n_groups=2)) == frozenset({1})
+    del kv_cache_config
+
+
+def test_windows_of_an_unknown_caller_count_as_prefix_groups():
+    """If nobody tells, nothing wrong is served: every group is taken for a prefix group."""
+    assert _compat.sliding_groups(offloading_config({}, n_groups=2)) == frozenset()
