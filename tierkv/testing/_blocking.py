@@ -1,7 +1,7 @@
 """Sees calls that would stop the event loop: file and network calls, sleeps, on the loop's own thread.
 
 By audit hook, since that sees them however they were imported. A hook cannot be taken out again, so there is one, made
-when it is first needed, which does nothing while nobody watches. Before Python 3.13 ``time.sleep`` is not audited, so it
+when it is first needed, which does nothing while nobody watches. Before Python 3.13 ``time.sleep`` is not audited, and
 is replaced for the time being.
 """
 
