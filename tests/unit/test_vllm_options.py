@@ -79,7 +79,7 @@ WRONG = [
     ({"cpu_bytes_to_use": -5}, "cpu_bytes_to_use", "-5"),
     ({"cpu_bytes_to_use": "8 GiBB"}, "cpu_bytes_to_use", "GiB"),
     ({"cpu_bytes_to_use": True}, "cpu_bytes_to_use", "True"),
-    ({"cpu_bytes_to_use": 1.5e9}, "cpu_bytes_to_use", "1500000000"),
+    ({"cpu_bytes_to_use": 4096.5}, "cpu_bytes_to_use", "4096"),
     ({**CPU, "block_size": 64, "blocks_per_chunk": 4}, "blocks_per_chunk", "block_size"),
     ({**CPU, "block_size": 0}, "block_size", "nearest valid value: 1"),
     ({**CPU, "block_size": -1}, "block_size", "-1"),
@@ -91,6 +91,8 @@ WRONG = [
     ({**CPU, "secondary_tier": []}, "secondary_tier", "secondary_tiers"),
     ({**CPU, "cpu_byte_to_sue": 4}, "cpu_byte_to_sue", "cpu_bytes_to_use"),
     ({**CPU, "eviction_policy": "lur"}, "eviction_policy", "lru"),
+    ({**CPU, "eviction_policy": "ttl(-1) > lru"}, "eviction_policy", "-1"),
+    (fs(eviction_policy="lru > mq"), "secondary_tiers[0].eviction_policy", "lru"),
     ({**CPU, "offload_prompt_only": "false"}, "offload_prompt_only", "false"),
     ({**CPU, "store_threshold": -1}, "store_threshold", "nearest valid value: 0"),
     ({**CPU, "max_tracker_size": 0}, "max_tracker_size", "nearest valid value: 1"),
@@ -101,7 +103,7 @@ WRONG = [
     ({**CPU, "store_reserve": -4}, "store_reserve", "-4"),
     ({**CPU, "pool": "both"}, "pool", "auto"),
     ({**CPU, "backpressure": 3}, "backpressure", "{}"),
-    ({**CPU, "ttl_s": 3600}, "ttl_s", "3600"),
+    ({**CPU, "ttl_s": 0}, "ttl_s", "0.001"),
     ({**CPU, "secondary_tiers": {"type": "fs"}}, "secondary_tiers", "list"),
     ({**CPU, "secondary_tiers": ["fs"]}, "secondary_tiers[0]", "object"),
     ({**CPU, "secondary_tiers": [{"root_dir": "/x"}]}, "secondary_tiers[0].type", "fs"),
@@ -123,7 +125,7 @@ WRONG = [
     (fs(writes="back"), "secondary_tiers[0].writes", "cascade, demote"),
     (fs(durability="full"), "secondary_tiers[0].durability", "process, power"),
     (fs(locality="NEAR"), "secondary_tiers[0].locality", "LOCAL, REMOTE"),
-    (fs(admission="second_touch"), "secondary_tiers[0].admission", "left out"),
+    (fs(admission="secnd_touch"), "secondary_tiers[0].admission", "second_touch"),
     (
         {**CPU, "secondary_tiers": [{"type": "fs", "root_dir": "/x/y"}, {"type": "fs", "root_dir": "/x/./y/"}]},
         "secondary_tiers[1].root_dir", "secondary_tiers[0]",
@@ -141,6 +143,20 @@ def test_wrong_setting_is_one_sentence(extra: dict[str, object], option: str, sa
     text = str(caught.value)
     assert option in text and says in text
     assert "\n" not in text and len(text) < 500
+
+
+def test_size_as_vllm_itself_writes_it() -> None:
+    """VLLM's ``kv_offloading_size`` arrives as a whole float."""
+    assert parse_options({"cpu_bytes_to_use": 16777216.0}).cpu_nbytes == 16 << 20
+
+
+def test_orders_and_rules_are_kept_as_written() -> None:
+    """What parses is handed on as it was written, text or objects, for the primary and for each tier."""
+    order = {"type": "ttl", "ttl_s": 60, "order": "arc"}
+    options = parse_options({**fs(eviction_policy=order, ttl_s=5, admission="second_touch"), "eviction_policy": "arc"})
+    assert (options.eviction_policy, options.ttl_s, options.admission) == ("arc", None, None)
+    (tier,) = options.tiers
+    assert (tier.eviction_policy, tier.ttl_s, tier.admission) == (order, 5.0, "second_touch")
 
 
 @pytest.mark.parametrize("name", ["n_read_threads", "cpu_bytes_to_use", "secondary_tiers", "eviction_policy"])

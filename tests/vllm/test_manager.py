@@ -264,6 +264,28 @@ def test_store_threshold_counts_offers(kit):
     assert engine.statistics().refused == {"not_admitted": 3}
 
 
+def test_expired_chunk_is_a_miss(kit):
+    """Past ``ttl_s`` a chunk answers MISS at once, leaves at the next step, and can be stored again."""
+    clock = ManualClock()
+    engine, keys = kit(clock=clock, ttl_s=60, eviction_policy="arc"), keys_of("a", 2)
+    engine.store(keys)
+    clock.now += 59
+    assert engine.lookup(keys, engine.request(keys)) == [HIT, HIT]
+    clock.now += 2
+    assert engine.lookup(keys, engine.request(keys)) == [MISS]
+    assert engine.store(keys) == keys
+    assert engine.statistics().dropped == {"expired": 2}
+    assert engine.lookup(keys, engine.request(keys)) == [HIT, HIT]
+
+
+def test_admission_rule_leaves_no_hole(kit):
+    """What a rule did not admit is offered again by the next request, and the rule counts what lies behind it too."""
+    engine, keys = kit(admission="second_touch"), keys_of("a", 4)
+    first, second = engine.request(keys), engine.request(keys)
+    assert engine.store(keys[:2], first) == engine.store(keys[2:], first) == []
+    assert engine.store(keys[:2], second) + engine.store(keys[2:], second) == keys
+
+
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 

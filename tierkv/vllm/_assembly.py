@@ -12,9 +12,11 @@ from vllm.v1.kv_offload.base import Locality, Medium
 
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import MoverLimits
+from tierkv.admission import All, parse_admission
 from tierkv.errors import ClosedError, bad_setting
-from tierkv.policies import FIFO, LRU
-from tierkv.protocols import Charging, Clock, EvictionPolicy, Tier
+from tierkv.policies import TTL
+from tierkv.policies.parse import parse_policy
+from tierkv.protocols import Admission, Charging, Clock, EvictionPolicy, Tier
 from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm import _compat
 from tierkv.vllm._below import Below, LowerLevel
@@ -28,7 +30,6 @@ from tierkv.vllm.options import Options, TierOptions
 
 logger = logging.getLogger("vllm.tierkv.spec")
 
-_POLICIES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru": LRU}
 _QUEUE_NBYTES = 1 << 30
 
 
@@ -39,11 +40,13 @@ def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
     """The manager of a spec, with everything below it."""
     options, config = spec.options, spec.config
     levels = [_lower_level(index, tier) for index, tier in enumerate(options.tiers)]
-    plans = [primary_plan(spec)]
+    plans = [primary_plan(spec, clock)]
     for level, tier in zip(levels, options.tiers, strict=True):
         writes = Writes.CASCADE if tier.writes == "cascade" else Writes.DEMOTE
         queue_nbytes = tier.queue_nbytes or _queue_nbytes(spec, level)
-        plans.append(level.plan(_POLICIES[tier.eviction_policy](), writes, queue_nbytes))
+        rule = None if tier.admission is None else parse_admission("admission", tier.admission, clock=clock)
+        order = make_order(tier.eviction_policy, tier.ttl_s, clock)
+        plans.append(level.plan(order, writes, queue_nbytes, rule))
     hierarchy = EpochHierarchy(plans, record_events=config.enable_kv_cache_events)
     for index in range(1, len(plans)):
         hierarchy.set_open(index, is_open=False)
@@ -82,7 +85,7 @@ def _mover_loop(spec: Any, n_levels: int) -> MoverLoop:
     )
 
 
-def primary_plan(spec: Any) -> LevelPlan:
+def primary_plan(spec: Any, clock: Clock) -> LevelPlan:
     """The primary as the hierarchy is told of it."""
     options, stride_nbytes = spec.options, spec.geometry.stride_nbytes
     # Where leaving takes a copy, the stores' share is kept free beforehand: vLLM offers nothing twice.
@@ -91,10 +94,8 @@ def primary_plan(spec: Any) -> LevelPlan:
     return LevelPlan(
         name="primary",
         capacity_nbytes=spec.n_slots * stride_nbytes,
-        policy=make_policy(options),
-        admission=OfferCount(options.store_threshold, options.max_tracker_size)
-        if options.store_threshold > 1
-        else None,
+        policy=make_order(options.eviction_policy, options.ttl_s, clock, module_path=options.policy_module_path),
+        admission=make_rule(options, clock),
         n_slots=spec.n_slots,
         slot_nbytes=stride_nbytes,
         **(water if demotes else {}),
@@ -139,24 +140,20 @@ class OfferCount:
 # -- levels below ---------------------------------------------------------------------------------------------------
 
 
-def make_policy(options: Options) -> EvictionPolicy:
-    """The primary's order.
+def make_order(written: object, ttl_s: float | None, clock: Clock, *, module_path: str | None = None) -> EvictionPolicy:
+    """An eviction order as an operator wrote it, with its expiry."""
+    order = parse_policy("eviction_policy", written, clock=clock, module_path=module_path)
+    return order if ttl_s is None else TTL(order, ttl_s, clock)
 
-    Raises:
-        ConfigError: a module was named that does not have it.
-    """
-    if options.policy_module_path is None:
-        return _POLICIES[options.eviction_policy]()
-    where, name = options.policy_module_path, options.eviction_policy
-    try:
-        policy = getattr(importlib.import_module(where), name)()
-    except (ImportError, AttributeError, TypeError) as error:
-        allowed = f"the name of an eviction policy in {where} that takes no arguments ({error})"
-        raise bad_setting("eviction_policy", name, allowed, "lru") from error
-    missing = [method for method in ("on_insert", "on_access", "on_remove", "victims") if not hasattr(policy, method)]
-    if missing:
-        raise bad_setting("eviction_policy", name, f"a tierkv policy; this one has no {', '.join(missing)}", "lru")
-    return policy  # type: ignore[no-any-return]
+
+def make_rule(options: Options, clock: Clock) -> Admission | None:
+    """Who may enter the primary: vLLM's ``store_threshold`` and our ``admission``, both if both are given."""
+    rules: list[Admission] = []
+    if options.store_threshold > 1:
+        rules.append(OfferCount(options.store_threshold, options.max_tracker_size))
+    if options.admission is not None:
+        rules.append(parse_admission("admission", options.admission, clock=clock))
+    return All(*rules) if rules else None
 
 
 def make_tier(index: int, options: TierOptions) -> Tier:

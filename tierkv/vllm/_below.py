@@ -20,7 +20,7 @@ from typing import Any
 
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import Completion
-from tierkv.protocols import Bounded, Charging, EvictionPolicy, ScanTier, Tier
+from tierkv.protocols import Admission, Bounded, Charging, EvictionPolicy, ScanTier, Tier
 from tierkv.types import ChunkKey, Transfer, TransferKind
 from tierkv.vllm import _compat
 from tierkv.vllm._books import EpochHierarchy
@@ -75,12 +75,15 @@ class LowerLevel:
         self.bounded = tier if isinstance(tier, Bounded) else None
         self.charging = tier if isinstance(tier, Charging) else self.charging
 
-    def plan(self, policy: EvictionPolicy, writes: Writes, queue_nbytes: int) -> LevelPlan:
+    def plan(
+        self, policy: EvictionPolicy, writes: Writes, queue_nbytes: int, admission: Admission | None = None
+    ) -> LevelPlan:
         """What the hierarchy is told; it asks whatever tier is current."""
         return LevelPlan(
             name=self.name,
             capacity_nbytes=self.capacity_nbytes,
             policy=policy,
+            admission=admission,
             writes=writes,
             charge=lambda nbytes: nbytes if self.charging is None else self.charging.charge_nbytes(nbytes),
             queue_nbytes=queue_nbytes,

@@ -55,6 +55,7 @@ class Lookups:
         self.hierarchy = hierarchy
         self._primary = hierarchy.primary
         self._get = hierarchy.primary.get
+        self._expires = hierarchy.primary.expires
         self._slot_nbytes = hierarchy.levels[0].plan.slot_nbytes
         self._maker = maker
         self._leases = leases
@@ -81,6 +82,8 @@ class Lookups:
             self._begin_scan(req_context)
         entry = self._get(key)
         if entry is not None and entry.state is READY:
+            if self._expires and self._primary.expired(entry):
+                return self._missed(key)
             self._answer(entry)
             return _HIT
         if entry is None and self._below is None:

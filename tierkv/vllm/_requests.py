@@ -177,17 +177,20 @@ class Leases:
             self._pending = {i: e for i, e in self._pending.items() if e.state is PENDING and e.holds}
         return len(self._pending)
 
-    def renew(self, request: Request, entries: Iterable[Entry]) -> None:
-        """Let the request hold exactly these entries from now on."""
-        wanted = {id(entry): entry for entry in entries if entry.state is not GONE}
-        for entry in wanted.values():
+    def renew(self, request: Request, entries: Sequence[Entry]) -> None:
+        """Let the request hold exactly these entries from now on. Cheap where nothing changes from step to step."""
+        entries = [entry for entry in entries if entry.state is not GONE]
+        if entries == request.lease:
+            return
+        wanted = list({id(entry): entry for entry in entries}.values())
+        for entry in wanted:
             self._hold(entry)
             if entry.state is PENDING:
                 self._pending[id(entry)] = entry
-        old, request.lease = request.lease, list(wanted.values())
+        old, request.lease = request.lease, wanted
         for entry in old:
             self._release(entry)
-        if request.lease:
+        if wanted:
             self._requests[id(request)] = request
         else:
             self._requests.pop(id(request), None)

@@ -80,6 +80,8 @@ class Scan:
 
     def kept(self, answered: list[Entry]) -> list[Entry]:
         """The entries that the request waits for or will load: its lease."""
+        if not self._void:
+            return answered[self.start : self.end]
         places = range(self.start, self.end)
         return [answered[place] for place in places if not self._is_void(place, answered[place])]
 

@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tierkv.admission import parse_admission
 from tierkv.errors import bad_setting
+from tierkv.policies.parse import parse_policy
 from tierkv.settings import parse_count, parse_seconds
 from tierkv.sizes import parse_size
 
 TOP = "kv_connector_extra_config"
 MAX_SECONDS = 86_400.0
-POLICIES = ("fifo", "lru")
 
 
 class Reader:
@@ -28,6 +29,8 @@ class Reader:
 
     def size(self, key: str, *, required: bool = False, zero: bool = False) -> Any:
         value = self.raw.get(key)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # vLLM's own kv_offloading_size arrives as one
         if value is None:
             if required:
                 raise bad_setting(self.name(key), None, 'given, as a number of bytes or a size like "8GiB"', "8GiB")
@@ -99,11 +102,20 @@ class Reader:
             return fraction
         return None if value is None else int(self.size(key, zero=True))
 
-    def policy(self, *, module_key: str | None = None) -> str:
-        """An eviction policy's name; any class name where a module to load it from is given."""
-        if module_key is not None and self.raw.get(module_key) is not None:
-            return self.text("eviction_policy") or "lru"
-        return str(self.choice("eviction_policy", POLICIES, default="lru"))
+    def order(self, key: str, *, module_path: str | None = None) -> Any:
+        """An eviction order as written, once it has been seen to parse; the default is LRU."""
+        value = self.raw.get(key)
+        if value is None:
+            return "lru"
+        parse_policy(self.name(key), value, module_path=module_path)
+        return value
+
+    def rule(self, key: str) -> Any:
+        """An admission rule as written, once it has been seen to parse; None admits all."""
+        value = self.raw.get(key)
+        if value is not None:
+            parse_admission(self.name(key), value)
+        return value
 
 
 def nearest_name(name: str, known: Sequence[str] | frozenset[str]) -> str | None:

@@ -138,7 +138,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             chunks = self._reachable(chunks, request)
         offer = self.hierarchy.offer(chunks, shielded=self._answered)
         if offer.refused:
-            self._note_hole(request, [chunk for chunk, _ in offer.refused])
+            # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
+            self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
         if offer.present:
             self._used([entry.chunk for entry in offer.present if entry.state is READY], request)
         self._reached(request, chunks)

@@ -57,7 +57,9 @@ class TierOptions:
     enable_kv_events: bool = False
     capacity_nbytes: int | None = None
     min_free_nbytes: int | None = None
-    eviction_policy: str = "lru"
+    eviction_policy: Any = "lru"
+    ttl_s: float | None = None
+    admission: Any = None
     writes: str = "cascade"
     durability: str = "process"
     layout: str = "files"
@@ -74,8 +76,12 @@ class Options:
     blocks_per_chunk: int | None = None
     tokens_per_chunk: int | None = None
     """vLLM's ``block_size``: the chunk size in tokens."""
-    eviction_policy: str = "lru"
+    eviction_policy: Any = "lru"
+    """Text or nested objects, as :func:`tierkv.policies.parse.parse_policy` reads them; seen to parse."""
     policy_module_path: str | None = None
+    ttl_s: float | None = None
+    admission: Any = None
+    """As :func:`tierkv.admission.parse_admission` reads it; seen to parse."""
     store_threshold: int = 0
     max_tracker_size: int = 64_000
     offload_prompt_only: bool = True
@@ -109,13 +115,14 @@ def parse_options(extra_config: Mapping[str, Any], *, tiered: bool = True) -> Op
         warnings.append(f"secondary_tiers is ignored: {_CPU_ONLY}")
         tiers = ()
     _ignore_backpressure(get, warnings)
-    _unsupported(get, "ttl_s", "admission")
     return Options(
         cpu_nbytes=get.size("cpu_bytes_to_use", required=True),
         blocks_per_chunk=get.count("blocks_per_chunk", at_least=1),
         tokens_per_chunk=get.count("block_size", at_least=1),
-        eviction_policy=get.policy(module_key="cache_policy_module_path"),
+        eviction_policy=get.order("eviction_policy", module_path=get.text("cache_policy_module_path")),
         policy_module_path=get.text("cache_policy_module_path"),
+        ttl_s=get.seconds("ttl_s"),
+        admission=get.rule("admission"),
         store_threshold=get.count("store_threshold", at_least=0) or 0,
         max_tracker_size=get.count("max_tracker_size", at_least=1) or 64_000,
         offload_prompt_only=get.flag("offload_prompt_only", default=True),
@@ -237,7 +244,6 @@ def _parse_tier(index: int, raw: object, warnings: list[str]) -> TierOptions:
                 raise unknown_setting(str(key), where, known)
     get = Reader(raw, where)
     _ignore_backpressure(get, warnings)
-    _unsupported(get, "ttl_s", "admission")
     extra = {} if module_path is None else {k: v for k, v in raw.items() if k not in known and k != "module_path"}
     return _build_tier(get, kind, module_path, extra)
 
@@ -253,7 +259,9 @@ def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[
         enable_kv_events=get.flag("enable_kv_events", default=False),
         capacity_nbytes=get.size("capacity"),
         min_free_nbytes=get.size("min_free", zero=True) if fs else None,
-        eviction_policy=get.policy(),
+        eviction_policy=get.order("eviction_policy"),
+        ttl_s=get.seconds("ttl_s"),
+        admission=get.rule("admission"),
         writes=get.choice("writes", WRITES, default="cascade"),
         durability=get.choice("durability", DURABILITIES, default="process") if fs else "process",
         layout=get.choice("layout", ("files",), default="files") if fs else "files",
@@ -282,10 +290,3 @@ def _ignore_backpressure(get: Reader, warnings: list[str]) -> None:
     if get.raw.get("backpressure") is not None:
         get.mapping("backpressure")
         warnings.append(f"{get.name('backpressure')} has no effect: {_QUEUES}")
-
-
-def _unsupported(get: Reader, *keys: str) -> None:
-    for key in keys:
-        if get.raw.get(key) is not None:
-            allowed = "left out: this version has neither expiry nor admission filters"
-            raise bad_setting(get.name(key), get.raw[key], allowed, "leave it out")

@@ -48,7 +48,6 @@ class _Spec(OffloadingSpec):  # type: ignore[misc]
             self.options.cpu_nbytes, self.geometry.stride_nbytes, n_ranks=n_ranks, shared=self.shared
         )
         self.store_reserve = check_reserve(self.options, self.n_slots, self.geometry.stride_nbytes)
-        _assembly.make_policy(self.options)
         for index, tier in enumerate(self.options.tiers):
             sample = _assembly.make_tier(index, tier)
             check_tier_capacity(index, tier, _assembly.charge_nbytes(sample, self.geometry.chunk_nbytes))
