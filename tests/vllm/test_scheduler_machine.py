@@ -36,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_blocks=st.sampled_from([38, 64]),
         n_below=st.sampled_from([12, 64]),
         writes=st.sampled_from(["cascade", "cascade", "demote"]),
+        eviction_policy=st.sampled_from(["lru", "lru", "arc", "leaf_first > s3fifo"]),
         device_caches=st.sampled_from([False, False, True]),
     )
     def start(self, **shape) -> None:
