@@ -58,6 +58,16 @@ def test_a_directory_of_ones_own_is_kept_and_used_again(tmp_path: Path) -> None:
     assert any(root.iterdir())
 
 
+def test_a_disk_too_small_for_it_all_is_never_exceeded(tmp_path: Path) -> None:
+    """With half the room that it wants, it evicts, ends right, and what lies there at the end is within the limit."""
+    root = tmp_path / "small"
+    run = _demo(tmp_path, "--quick", "--disk", "3MiB", "--root", str(root))
+    assert run.returncode == 0, run.stdout + run.stderr
+    disk = next(line for line in run.stdout.splitlines() if line.startswith("  disk"))
+    assert int(disk.split()[-1]) > 0, disk
+    assert 0 < sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()) <= 3 << 20
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
