@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.fs_kit import recount
 from tests.vllm import faults
 from tests.vllm.engine import Outcome, Prompt, engine, offloading, prompts, run_once
 from tests.vllm.model import QWEN3, ModelSpec, make_model
@@ -111,6 +114,13 @@ class TestGuide:
         assert cached_from(again, "disk") == 512 + 7 * (512 - 96)
 
 
+def test_vllms_own_option_without_any_json(models):
+    """``kv_offloading_size`` (GiB) alone: vLLM asks for its CPU spec by name, and that is tierkv's here."""
+    got = run_once(models(), PROMPTS, n_rounds=2, kv_offloading_size=0.0157, kv_offloading_backend="native")
+    assert_served(got, baseline(models()), 480)
+    assert got.metrics["kv_offload_tierkv_level_capacity_bytes{0:primary}"] == 514 << 15
+
+
 @pytest.mark.parametrize(
     ("chunk", "per_prompt"),
     [({}, 480), ({"blocks_per_chunk": 4}, 384), ({"block_size": 64}, 448)],
@@ -183,18 +193,17 @@ def test_preemption(models, tmp_path, prompt_only):
 
 def test_answers_are_offloaded_too(models):
     """With ``offload_prompt_only=false`` a second turn finds the first turn's answer, not only its prompt."""
-    base = baseline(models(), 200)
-    answers = base.rounds[0].tokens
+    answers = baseline(models(), 100).rounds[0].tokens
     turns = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     config = offloading(cpu_bytes_to_use=PRIMARY_NBYTES, offload_prompt_only=False)
     with engine(models(), config) as running:
-        first = running.generate(PROMPTS, n_tokens=200)
+        first = running.generate(PROMPTS, n_tokens=100)
         second = running.generate(turns)
     with engine(models()) as plain:
         expected = plain.generate(turns)
     assert first.tokens == answers
     assert second.tokens == expected.tokens
-    assert second.cached == [672] * 8, "of 700 tokens all but the unfinished block; the prompts alone would give 480"
+    assert second.cached == [576] * 8, "of 600 tokens all but the unfinished block; the prompts alone would give 480"
 
 
 def test_batches_with_slow_copies(models, tmp_path, monkeypatch):
@@ -287,6 +296,55 @@ def test_reset_with_copies_in_both_directions(models, tmp_path, monkeypatch, wit
         assert last.tokens == base.rounds[0].tokens
         assert last.cached == [480] * 8
         assert running.metrics().get("prompt_tokens_cached_by_source{disk}", 0) == 0
+
+
+def test_a_root_of_one_mebibyte(models, tmp_path):
+    """A disk tier far smaller than what is stored: the root never exceeds it, sampled throughout; tokens are right."""
+    root, capacity_nbytes = tmp_path / "root", 1 << 20
+    root.mkdir()
+    tier = {"type": "fs", "root_dir": str(root), "capacity": "1MiB"}
+    config = offloading(cpu_bytes_to_use=40 << 15, secondary_tiers=[tier])
+    ended, sampled = threading.Event(), []
+
+    def sample() -> None:
+        while not ended.wait(0.005):
+            sampled.append(recount(root))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        got = run_once(models(), PROMPTS, config, n_rounds=2)
+        again = run_once(models(), PROMPTS, config)
+    finally:
+        ended.set()
+        sampler.join()
+    assert capacity_nbytes * 3 // 4 < max(sampled) <= capacity_nbytes
+    for answers in (*got.rounds, *again.rounds):
+        assert answers.tokens == baseline(models()).rounds[0].tokens
+    assert cached_from(again, "disk") > 0
+
+
+def test_damaged_files_are_misses(models, tmp_path):
+    """A flipped bit, a cut file, two swapped files, a FIFO: none is served, the others are, tokens are right."""
+    root = tmp_path / "root"
+    config = tiered(root)
+    run_once(models(), PROMPTS, config)
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path.parent != root)
+    assert len(files) == 99
+    flipped, cut, one, other, fifo = files[::20]
+    body = bytearray(flipped.read_bytes())
+    body[20_000] ^= 1
+    flipped.write_bytes(body)
+    os.truncate(cut, 8192)
+    one_body, other_body = one.read_bytes(), other.read_bytes()
+    one.write_bytes(other_body)
+    other.write_bytes(one_body)
+    fifo.unlink()
+    os.mkfifo(fifo)
+    got = run_once(models(), PROMPTS, config)
+    assert got.rounds[0].tokens == baseline(models()).rounds[0].tokens
+    assert 0 < cached_from(got, "disk") < 480 + 7 * (480 - 96)
+    assert got.metrics["kv_offload_tiering_chunk_hits{1:fs}"] <= 99 - 5
 
 
 def test_another_checkpoint_under_the_same_path(models, tmp_path):

@@ -16,14 +16,19 @@ PROMPTS = prompts()
 def test_killed_in_mid_run_twice_and_served_from_disk(models, tmp_path):
     """SIGKILL of engine and workers while they serve: nothing stays in memory, the next start is served from disk.
 
-    Killed twice, so that a reopened root is killed again; a third engine, in this process, ends well.
+    Beside the second one a third engine shares its root for a while: each is served what the other has written.
+    Killed twice, so that a reopened root is killed again; a last engine, in this process, ends well.
     """
     tier = {"type": "fs", "root_dir": str(tmp_path / "root")}
     config = offloading("TieringOffloadingSpec", module=None, cpu_bytes_to_use=16 << 20, secondary_tiers=[tier])
     expected = run_once(models(), PROMPTS).rounds[0].tokens
     for life in range(2):
-        with EngineProcess(models(), PROMPTS, config, log=tmp_path / f"{life}.log", n_rounds=3) as running:
+        with EngineProcess(models(), PROMPTS, config, log=tmp_path / f"{life}.log", n_rounds=1_000) as running:
             (first,) = running.until_round(1)
+            if life:
+                beside = run_once(models(), PROMPTS, config)
+                assert beside.rounds[0].tokens == expected
+                assert beside.rounds[0].cached[:-1] == [480] * 7, "served from what the other engine has written"
             running.kill()
             assert running.left_behind == set()
         assert first.tokens == expected

@@ -169,7 +169,8 @@ class Operations:
     def _corrupt(self, key: ChunkKey, owner: str, error: CorruptFileError) -> Outcome:
         count = self._tally.add("corrupt")
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ... : a dying disk must not fill the log too
-            _log.warning("%s: corrupt chunk file (%s); %d so far", self._name, error, count)
+            # Not the exception itself: its traceback holds the slot's buffer for as long as somebody keeps the record.
+            _log.warning("%s: corrupt chunk file (%s); %d so far", self._name, str(error), count)
         if self._seat.slot_of(owner) is None:
             self._lookups.shun(key, owner, error.identity)
         elif self._put_away(key, owner, error.identity):

@@ -29,8 +29,8 @@ class Reader:
 
     def size(self, key: str, *, required: bool = False, zero: bool = False) -> Any:
         value = self.raw.get(key)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # vLLM's own kv_offloading_size arrives as one
+        if isinstance(value, float) and (value.is_integer() or (key == "cpu_bytes_to_use" and 2**20 < value < 2**63)):
+            value = int(value)  # vLLM's own kv_offloading_size arrives as GiB times 2**30, whole or not
         if value is None:
             if required:
                 raise bad_setting(self.name(key), None, 'given, as a number of bytes or a size like "8GiB"', "8GiB")
