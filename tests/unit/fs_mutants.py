@@ -1,0 +1,397 @@
+"""Bugs planted one at a time in the fs tier, to see that a test dies of each.
+
+Run by hand before a release::
+
+    python -m tests.unit.fs_mutants [word ...]
+
+Each bug is a textual patch to a copy of the repository; one that no longer applies is an error, so the list stays true.
+Words choose the bugs whose names contain one of them. Takes about five minutes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SLOW = "test_a_root_of_100_000_chunks_answers_at_once_while_the_scan_is_held"
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = [
+    Mutant(
+        "payload checksum unread",
+        "_fs_io.py",
+        "if checksum(buffer[:nbytes]) != header.checksum:",
+        "if False:",
+        "unit/test_fs_hostile.py property/test_fs_machine.py",
+    ),
+    Mutant(
+        "old bytes in the padding of a file",
+        "_fs_io.py",
+        "zero(scratch.tail, tail_nbytes)",
+        "pass",
+        "unit/test_fs_tier.py",
+    ),
+    Mutant(
+        "no zeros behind a chunk",
+        "_fs_io.py",
+        "        zero(buffer, nbytes)\n",
+        "",
+        "unit/test_fs_tier.py property/test_fs_machine.py",
+    ),
+    Mutant(
+        "key unchecked",
+        "_fs_io.py",
+        "if header.chunk.key != key or header.namespace_digest != self._digest:",
+        "if header.namespace_digest != self._digest:",
+        "unit/test_fs_hostile.py property/test_fs_machine.py",
+    ),
+    Mutant(
+        "namespace unchecked",
+        "_fs_io.py",
+        "header.chunk.key != key or header.namespace_digest != self._digest:",
+        "header.chunk.key != key:",
+        "unit/test_fs_hostile.py",
+    ),
+    Mutant(
+        "length unchecked",
+        "_fs_io.py",
+        "        if padded_nbytes(header.chunk.nbytes) != payload_nbytes:\n            raise",
+        "        if False:\n            raise",
+        "unit/test_fs_hostile.py",
+    ),
+    Mutant(
+        "links followed",
+        "_fs_io.py",
+        "O_NOFOLLOW | os.O_NONBLOCK",
+        "O_NONBLOCK",
+        "unit/test_fs_hostile.py",
+    ),
+    Mutant(
+        "unfinished file left behind",
+        "_fs_io.py",
+        "                unlink_quietly(part, leaf_fd)\n",
+        "                pass\n",
+        "unit/test_fs_tier.py",
+    ),
+    Mutant(
+        "capacity 20 KB too generous",
+        "_fs_books.py",
+        "if self.used_nbytes + nbytes > self.limit_nbytes:",
+        "if self.used_nbytes + nbytes > self.limit_nbytes + 20000:",
+        "unit/test_fs_hostile.py unit/test_fs_scan.py unit/test_fs_sharing.py property/test_fs_machine.py",
+    ),
+    Mutant(
+        "rewriting counts twice",
+        "_fs_books.py",
+        "            self._writing_nbytes -= nbytes\n            self._drop(key)\n",
+        "            self._writing_nbytes -= nbytes\n",
+        "unit/test_fs_tier.py property/test_fs_machine.py",
+    ),
+    Mutant(
+        "deleted while scanned comes back",
+        "_fs_books.py",
+        "        if self._gone and (key, owner) in self._gone:\n            return None\n",
+        "",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "trim takes what a probe announced",
+        "_fs_scan.py",
+        "            if excess > 0 and self._books.claim(item.key, item.owner):",
+        "            if excess > 0:",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "never writable",
+        "_fs_scan.py",
+        "            self.writable = True",
+        "            pass",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "writable before the trim",
+        "_fs_scan.py",
+        "        self.writable = False",
+        "        self.writable = True",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "unfinished files not swept",
+        "_fs_list.py",
+        '        what = "unfinished" if parsed.is_part else damage(found)',
+        "        if parsed.is_part:\n            return None\n        what = damage(found)",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "living owners' files taken",
+        "_fs_list.py",
+        "                if parsed.owner not in self._owners:",
+        "                if False:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "others' reservations ignored",
+        "_fs_owners.py",
+        "self._others_reserved_nbytes = sum(o.reserved_nbytes for o in left)",
+        "self._others_reserved_nbytes = 0",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "reservation only what is used",
+        "_fs_owners.py",
+        "reserved_nbytes=max(limit, used) if own else 0",
+        "reserved_nbytes=used if own else 0",
+        "unit/test_fs_sharing.py crash/test_fs_kill.py",
+    ),
+    Mutant(
+        "adopted bytes not reserved",
+        "_fs_owners.py",
+        "            self._books.adopting_nbytes += other.reserved_nbytes",
+        "            pass",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "fresh owner waits for a minute",
+        "_fs_owners.py",
+        "if now - self._dead_since[other.owner] < ADOPT_AFTER_S and not (is_fresh and mine):",
+        "if now - self._dead_since[other.owner] < ADOPT_AFTER_S:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "dead ids adopted at once",
+        "_fs_owners.py",
+        "if now - self._dead_since[other.owner] < ADOPT_AFTER_S and not (is_fresh and mine):",
+        "if False:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "half-dead process taken for dead",
+        "_fs_locks.py",
+        "if other.fd is not None and other.holder in alive:",
+        "if False:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "corrupt foreign chunk offered again",
+        "_fs_lookup.py",
+        "if self._shunned.get((key, owner)) != identity_of(found):",
+        "if True:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "absence not remembered",
+        "_fs_lookup.py",
+        "self._absent[key] = now + ABSENT_FOR_S",
+        "self._absent[key] = now",
+        "unit/test_fs_scan.py unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "full disk not noticed",
+        "_fs_ops.py",
+        "        if self._spare_nbytes() < charge:",
+        "        if False:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "index over the capacity",
+        "_fs_mount.py",
+        "if padded_nbytes(len(data)) > self._index_room_nbytes + spare:",
+        "if False:",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "index believed though files changed (leaf)",
+        "_fs_scan.py",
+        "all(i.leaf_times_ns[leaf] == os.fstat(leaf_fd).st_mtime_ns for i in indexes)",
+        "True",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "asked leaf not listed first",
+        "_fs_scan.py",
+        "self._front.popleft() if gated and self._front else next(iter(left))",
+        "next(iter(left))",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "second copies kept",
+        "_fs_scan.py",
+        "                self._remove(item)\n        return fresh",
+        "                pass\n        return fresh",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "old file of an adopted chunk kept",
+        "_fs_ops.py",
+        "        if held is not None and held.slot != slot:",
+        "        if False:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "umask wins",
+        "_fs_io.py",
+        "if os.fstat(fd).st_mode & 0o777 != 0o600:",
+        "if False:",
+        "unit/test_fs_tier.py",
+    ),
+    Mutant(
+        "header checksum unread",
+        "_fs_format.py",
+        "    if page[_SUM_AT:] != xxhash.xxh3_128_digest(page[:_SUM_AT]):",
+        "    if False:",
+        "unit/test_fs_format.py",
+    ),
+    Mutant(
+        "index survives its reading",
+        "_fs_index.py",
+        "        if remove:\n            unlink_quietly(name, root_fd)\n",
+        "",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "index believed though files changed (all)",
+        "_fs_scan.py",
+        "indexes[0].leaf_times_ns == leaf_times_ns(namespace_fd)",
+        "True",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "scan results unsorted",
+        "_fs_scan.py",
+        "pieces = [sorted(listed[at : at + BATCH])",
+        "pieces = [list(listed[at : at + BATCH])",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "probe leaves broken files uncounted",
+        "_fs_lookup.py",
+        "                self._forget(key, owner, what)",
+        "                pass",
+        "unit/test_fs_hostile.py property/test_fs_machine.py",
+    ),
+    Mutant(
+        "probe believes a changed length",
+        "_fs_lookup.py",
+        "if held is not None and held.nbytes == found.st_size:",
+        "if held is not None:",
+        "unit/test_fs_hostile.py",
+    ),
+    Mutant(
+        "two writes of a key share a file",
+        "_fs_io.py",
+        "part = part_name(name, scratch.worker)",
+        "part = part_name(name, 0)",
+        "unit/test_fs_tier.py",
+    ),
+    Mutant(
+        "readable dead owner taken by a stranger",
+        "_fs_owners.py",
+        "other.namespace == self._namespace or other.namespace not in read_by_others",
+        "True",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "lock pages uncounted",
+        "_fs_owners.py",
+        "self._books.fixed_nbytes += PAGE_NBYTES\n\n    def _close_untaken",
+        "pass\n\n    def _close_untaken",
+        "unit/test_fs_sharing.py unit/test_fs_settings.py",
+    ),
+    Mutant(
+        "lock page written without room",
+        "_fs_owners.py",
+        "if owner in self._has_page or room < PAGE_NBYTES:",
+        "if owner in self._has_page:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "min_free ignored",
+        "_fs_mount.py",
+        "if self._wishes.min_free_nbytes is not None:",
+        "if False:",
+        "unit/test_fs_sharing.py",
+    ),
+    Mutant(
+        "other namespaces never leave for room",
+        "_fs_ops.py",
+        "        while not self._books.start_write(nbytes):",
+        "        if not self._books.start_write(nbytes):",
+        "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "failed write stays charged",
+        "_fs_ops.py",
+        "self._books.abort_write(charge)",
+        "pass",
+        "unit/test_fs_tier.py",
+    ),
+    Mutant(
+        "corrupt file stays charged",
+        "_fs_ops.py",
+        "elif self._put_away(key, owner, error.identity):\n            self._books.drop(key, owner)",
+        "elif self._put_away(key, owner, error.identity):\n            pass",
+        "unit/test_fs_hostile.py",
+    ),
+    Mutant(
+        "moved file kept",
+        "_fs_list.py",
+        "            if leaf_of(parsed.key) != leaf:",
+        "            if False:",
+        "unit/test_fs_hostile.py",
+    ),
+    Mutant(
+        "files without owner ignored",
+        "_fs_list.py",
+        "self._adopt_orphans and parsed.owner not in self._known",
+        "False",
+        "unit/test_fs_scan.py",
+    ),
+]
+
+
+def survives(mutant: Mutant, copy: Path) -> bool:
+    path = copy / "tierkv" / "tiers" / mutant.file
+    original = path.read_text()
+    if original.count(mutant.old) < 1:
+        raise SystemExit(f"{mutant.name}: no longer applies to {mutant.file}")
+    path.write_text(original.replace(mutant.old, mutant.new, 1))
+    tests = [f"tests/{name}" for name in mutant.tests.split()]
+    command = [sys.executable, "-B", "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", f"not {SLOW}", *tests]
+    try:
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+    finally:
+        path.write_text(original)
+    return done.returncode == 0
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="tierkv-mutants-") as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist"))
+        for mutant in chosen:
+            started = time.monotonic()
+            alive = survives(mutant, copy)
+            survivors += alive
+            print(f"{'SURVIVED' if alive else 'died'} {time.monotonic() - started:5.1f} s  {mutant.name}", flush=True)
+    print(f"{len(chosen)} planted, {survivors} survived")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
