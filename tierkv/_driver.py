@@ -6,14 +6,18 @@ Owned by :class:`~tierkv.TieredCache`. Every method runs on the loop that made i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tierkv._hierarchy import Hierarchy
 from tierkv._level import LevelPlan
 from tierkv._mover import Completion, Mover, MoverLimits
+from tierkv.errors import TierKVError
 from tierkv.protocols import Clock, HostTier, ScanTier, Tier
 from tierkv.types import ChunkKey, Event
+
+_log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 """How often shares, expiry and tiers that became writable are looked at."""
@@ -27,7 +31,7 @@ class Driver:
     Args:
         tiers: one a level, open; the first is the primary.
         plans: what the hierarchy is told of each.
-        on_event: told of each event, on the loop; must not block or raise.
+        on_event: told of each event, on the loop; must not block. What it raises is logged and goes no further.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Driver:
         self._progress = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies: set[asyncio.Task[Any]] = set()
+        self._n_faults = 0
 
     def start(self) -> None:
         for work in [self._tick(), *(self._scan(index, tier) for index, tier in self._scans)]:
@@ -95,7 +100,20 @@ class Driver:
             self.mover.submit(transfers)
         if self._on_event is not None:
             for event in self.hierarchy.take_events():
-                self._on_event(event)
+                try:
+                    self._on_event(event)
+                except Exception as error:  # noqa: BLE001 - whoever watches must not stop what is watched
+                    self._fault("on_event raised", error)
+
+    def _name(self, index: int) -> str:
+        return self.hierarchy.levels[index].name
+
+    def _fault(self, what: str, error: Exception) -> None:
+        """Log what somebody else's code raised: once, and then ever more rarely."""
+        self._n_faults += 1
+        if self._n_faults & (self._n_faults - 1) == 0:
+            is_bug = not isinstance(error, (OSError, TierKVError))
+            _log.warning("%s: %r (fault %d)", what, error, self._n_faults, exc_info=error if is_bug else None)
 
     def _on_done(self, completion: Completion) -> None:
         self.hierarchy.finish(completion.transfer_id, completion.outcome, ended=completion.ended)
@@ -143,19 +161,25 @@ class Driver:
             self.kick()
 
     async def _scan(self, index: int, tier: ScanTier) -> None:
-        async for found in tier.scan():
-            self.hierarchy.absorb(index, found)
-            self.wake()
-            self.kick()
+        try:
+            async for found in tier.scan():
+                self.hierarchy.absorb(index, found)
+                self.wake()
+                self.kick()
+        except Exception as error:  # noqa: BLE001 - a bad tier is never worse than none: what it does not tell is a miss
+            self._fault(f"{self._name(index)}: the scan ended early, what it has not told of will be missed", error)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the tiers about keys that no ledger knows, once and not for long; what is found enters the ledgers."""
         for index, tier in self._scans:
-            unknown = [key for key in keys if not tier.settled(key)]
             try:
+                unknown = [key for key in keys if not tier.settled(key)]
                 async with asyncio.timeout(_PROBE_S):
                     answers = await tier.probe(unknown)
             except TimeoutError:
+                continue
+            except Exception as error:  # noqa: BLE001 - EMFILE, EIO, a closed connection: no answer is a miss
+                self._fault(f"{self._name(index)}: a probe failed", error)
                 continue
             self.hierarchy.absorb(index, [found for found in answers if found is not None])
         self.kick()

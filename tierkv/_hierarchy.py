@@ -290,7 +290,10 @@ class Hierarchy(Flow):
     # -- forgetting ---------------------------------------------------------------------------------------------
 
     def delete(self, keys: Iterable[ChunkKey], reason: Reason = Reason.DELETED) -> None:
-        """Forget keys at every level. Space that a copy or lease still touches stays quarantined until that ends."""
+        """Forget keys at every level. Space that a copy or lease still touches stays quarantined until that ends.
+
+        What a persistent tier may hold without our knowing yet (a scan under way) is deleted there, too.
+        """
         for key in dict.fromkeys(keys):
             for level in self.levels:
                 waiting = level.waiting.pop(key, None)
@@ -299,16 +302,31 @@ class Hierarchy(Flow):
                 entry = level.ledger.get(key)
                 if entry is not None:
                     self._leave(level, entry, reason)
+                elif key not in level.leaving and not level.plan.settled(key):
+                    self._expel(level, bare(key, 0), 0)
         self._pump_up()
 
     def reset(self, levels: Iterable[int] | None = None) -> None:
-        """Forget everything at the given levels, all by default. Copies under way end into quarantine."""
+        """Forget everything at the given levels, all by default. Copies under way end into quarantine.
+
+        What a persistent tier has not told of yet (its scan is under way) is deleted as it comes.
+        """
         chosen = [self.levels[i] for i in levels] if levels is not None else self.levels
         for level in chosen:
+            if level.index and level.plan.scans:
+                level.purging, level.n_quiet = True, 0
             self._refuse_waiting(level, Reason.RESET)
             for entry in list(level.ledger):
                 self._leave(level, entry, Reason.RESET)
         self._pump_up()
+
+    def _expel(self, level: LevelBooks, chunk: Chunk, charge_nbytes: int) -> None:
+        """Have the tier delete a chunk that the ledger never knew, and that nobody was told of."""
+        entry = level.ledger.insert_found(chunk, charge_nbytes, owned=True)
+        assert entry is not None, "only called for unknown keys"
+        level.ledger.remove(entry, evicted=False)
+        level.leaving[chunk.key] = entry
+        self._settle(level, entry)
 
     # -- what tiers report --------------------------------------------------------------------------------------
 
@@ -321,6 +339,10 @@ class Hierarchy(Flow):
             chunk = item.chunk
             if chunk is None:
                 chunk = bare(item.key, min(item.charge_nbytes, self.levels[0].plan.slot_nbytes))
+            if level.purging and item.owned and level.ledger.get(item.key) is None:
+                self._expel(level, chunk, item.charge_nbytes)
+                level.n_quiet = 0
+                continue
             if level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned) is not None:
                 self._emit(level, EventKind.STORED, chunk)
             if item.key in level.stuck and (entry := level.ledger.get(item.key)) and entry.owned and entry.stored:
@@ -332,6 +354,10 @@ class Hierarchy(Flow):
         for level in self.levels:
             if level.index and level.plan.share is not None:
                 level.ledger.capacity_nbytes = level.plan.share()
+            if level.purging and level.plan.writable():
+                # A tier turns writable when all that its scan found waits to be absorbed, and that takes no pause.
+                level.n_quiet += 1
+                level.purging = level.n_quiet < 2
             for entry in level.ledger.expired_entries(SLICE):
                 self._leave(level, entry, Reason.EXPIRED)
             self._retry_stuck(level)

@@ -103,7 +103,9 @@ class Lease:
     def __init__(self, pins: Pins, hit: PrefixHit) -> None:
         self._pins = pins
         self._hit = hit
-        self._entries: dict[ChunkKey, Entry] | None = None
+        self._entries: list[Entry] | None = None
+        """One for each leading chunk of the hit: twice the same where a key comes twice."""
+        self._by_key: dict[ChunkKey, Entry] = {}
         self._views: list[memoryview] = []
 
     @property
@@ -119,7 +121,7 @@ class Lease:
     @property
     def slots(self) -> Sequence[int]:
         """Primary slots of ``chunks``, for a device that copies from them."""
-        return [entry.slot for entry in self._held().values()]
+        return [entry.slot for entry in self._held()]
 
     def view(self, chunk: Chunk) -> memoryview:
         """Read-only bytes of one chunk, ``chunk.nbytes`` long, without a copy. Invalid once the lease ends.
@@ -127,7 +129,8 @@ class Lease:
         Raises:
             PinError: the lease has ended, or does not hold the chunk.
         """
-        entry = self._held().get(chunk.key)
+        self._held()
+        entry = self._by_key.get(chunk.key)
         if entry is None:
             raise PinError(f"the lease does not hold the chunk that ends at token {chunk.end_token}")
         view = self._pins.slot_view(entry)[: entry.chunk.nbytes].toreadonly()
@@ -137,8 +140,8 @@ class Lease:
     async def __aenter__(self) -> Self:
         if self._entries is not None:
             raise PinError("a lease is entered once")
-        entries = await self._pins.pin(self._hit.chunks)
-        self._entries = {entry.key: entry for entry in entries}
+        self._entries = await self._pins.pin(self._hit.chunks)
+        self._by_key = {entry.key: entry for entry in self._entries}
         return self
 
     async def __aexit__(
@@ -150,11 +153,11 @@ class Lease:
             with contextlib.suppress(BufferError):
                 view.release()
         self._views.clear()
-        self._pins.unpin(list(entries.values()))
+        self._pins.unpin(entries)
         self._entries = None
         self._hit = PrefixHit((), (), 0, self._hit.stop)
 
-    def _held(self) -> dict[ChunkKey, Entry]:
+    def _held(self) -> list[Entry]:
         if self._entries is None:
             raise PinError("the lease is not open: use `async with cache.lease(hit) as lease`")
         return self._entries

@@ -45,6 +45,8 @@ class LevelPlan(NamedTuple):
     settled: Callable[[ChunkKey], bool] = _always
     """False: the ledger does not know the key, yet the tier may hold it; a probe tells."""
     writable: Callable[[], bool] = lambda: True
+    scans: bool = False
+    """The tier brings chunks of earlier runs along, after it has opened."""
     share: Callable[[], int] | None = None
     """Bytes that the level may hold now, where that changes (a root shared by several processes)."""
     high_water: float = 0.02
@@ -91,7 +93,8 @@ class LevelBooks:
 
     __slots__ = (
         "counts", "deleting_nbytes", "demotes", "demoting_nbytes", "index", "leaving", "ledger", "lower",
-        "min_free_nbytes", "name", "open", "plan", "queued_nbytes", "stuck", "trimming", "waiting",
+        "min_free_nbytes", "n_quiet", "name", "open", "plan", "purging", "queued_nbytes", "stuck", "trimming",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan) -> None:
@@ -128,6 +131,10 @@ class LevelBooks:
         """Free space that a trim always aims for; the size of one chunk where leaving takes a copy."""
         self.trimming = False
         """Less than ``high_water`` was free, and ``low_water`` is not free yet."""
+        self.purging = False
+        """Set by a reset while the tier may still bring chunks of earlier runs: they leave again as they come."""
+        self.n_quiet = 0
+        """Refreshes in a row, while ``purging``, at which the tier was writable and had brought nothing new."""
         self.open = True
         """False while the level's breaker is open: it answers misses and takes no writes."""
 

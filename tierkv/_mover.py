@@ -217,11 +217,14 @@ class Mover:
                 outcomes = [Outcome(t.chunk.key, Status.OK) for t in transfers]
             else:
                 outcomes = await self._write(transfers)
-        except Exception as error:  # noqa: BLE001 - a third party's tier may raise anything; it must not stop the cache
-            return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, error) for t in transfers]
-        if len(outcomes) != len(transfers):
-            broken = TierKVError(f"a tier answered {len(outcomes)} of {len(transfers)} keys")
-            return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, broken) for t in transfers]
+            _refuse_nonsense(outcomes, transfers)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a third party's tier may raise anything, and nobody may wait for ever
+            if self._closed and isinstance(error, asyncio.CancelledError):
+                raise  # ours: see aclose
+            told = error if isinstance(error, Exception) else TierKVError(f"a tier raised {error!r}")
+            return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, told) for t in transfers]
         return outcomes
 
     async def _write(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
@@ -294,6 +297,21 @@ class Mover:
             if expired:
                 self._record(lane.level, success=False, deadline=True)
         self._arm_sweep()
+
+
+def _refuse_nonsense(outcomes: object, transfers: Sequence[Transfer]) -> None:
+    """Raise TierKVError unless a tier gave one whole outcome a key, in order: what else it says means nothing."""
+    if not isinstance(outcomes, Sequence) or len(outcomes) != len(transfers):
+        raise TierKVError(f"a tier answered {_brief(outcomes)} for {len(transfers)} keys")
+    for outcome, transfer in zip(outcomes, transfers, strict=True):
+        key, status, reason, _ = outcome if isinstance(outcome, Outcome) else (None,) * 4
+        if key != transfer.chunk.key or not isinstance(status, Status) or not isinstance(reason, Reason | None):
+            raise TierKVError(f"a tier answered {_brief(outcome)} for key {transfer.chunk.key.hex()}")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _failed(key: ChunkKey, reason: Reason) -> Outcome:

@@ -41,7 +41,7 @@ def plan_of(level: Level, index: int, capacity_nbytes: int, stride_nbytes: int) 
         more |= {"n_slots": tier.n_slots, "slot_nbytes": stride_nbytes}
     if isinstance(tier, ScanTier):
         scan = tier
-        more |= {"settled": scan.settled, "writable": lambda: scan.writable}
+        more |= {"settled": scan.settled, "writable": lambda: scan.writable, "scans": True}
     return LevelPlan(
         name=tier.name,
         capacity_nbytes=share() if share is not None else capacity_nbytes,

@@ -7,6 +7,7 @@ belongs to one event loop; its methods may be called by any number of tasks of t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
@@ -42,6 +43,11 @@ from tierkv.types import (
     Stop,
 )
 
+_log = logging.getLogger(__name__)
+
+_TIER_CLOSE_S = 10.0
+"""How long a tier may take to write down what it holds and let go of it, at least."""
+
 
 class Scope(Enum):
     """What :meth:`TieredCache.reset` forgets."""
@@ -49,6 +55,8 @@ class Scope(Enum):
     MEMORY = auto()
     """Every level that does not outlive the process; what lies on disk is found again."""
     ALL = auto()
+    """Everything, also what a scan has not found yet. What other processes wrote on a shared root is theirs and stays:
+    new weights take another ``Namespace``, not a reset."""
 
 
 class TieredCache:
@@ -133,8 +141,9 @@ class TieredCache:
     async def aclose(self, timeout_s: float = 10.0) -> None:
         """Finish the copies under way, at most ``timeout_s``, then close every tier, slowest first. Idempotent.
 
-        Whatever happens, also a cancellation, everything is released; copies that hang stay in threads that end with
-        the process. Raises an ExceptionGroup of what the tiers raised.
+        Whatever happens, also a cancellation, everything is released. Copies that hang stay in threads that end with
+        the process, and a tier that has not closed after ``timeout_s`` (10 s at least) is left to itself with a
+        warning. Raises an ExceptionGroup of what the tiers raised.
         """
         if self._driver is None:
             return
@@ -154,7 +163,7 @@ class TieredCache:
             except Exception as error:  # noqa: BLE001 - the tier must be closed all the same
                 errors.append(error)
             try:
-                await level.tier.aclose()
+                await _within(level.tier, max(timeout_s, _TIER_CLOSE_S))
             except Exception as error:  # noqa: BLE001 - so must the others
                 errors.append(error)
         if errors:
@@ -344,3 +353,14 @@ class TieredCache:
             for level in self._driver.hierarchy.levels
         ]
         return f"<TieredCache {'; '.join(parts)}>"
+
+
+async def _within(tier: Tier, timeout_s: float) -> None:
+    """Close a tier; one that hangs (a dead disk) goes on by itself and is not waited for any longer."""
+    closing = asyncio.ensure_future(tier.aclose())
+    done, _ = await asyncio.wait({closing}, timeout=timeout_s)
+    if done:
+        return closing.result()
+    _log.warning("%s: not closed after %g s; what still runs there ends with the process", tier.name, timeout_s)
+    closing.cancel()
+    return None

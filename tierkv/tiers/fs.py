@@ -245,16 +245,21 @@ class FSTier:
             return
         mount.stop()
         closer = Lane(f"tierkv-{self._name}-close", 1)
+        given_up = False
         try:
             await asyncio.shield(closer.run(self._drain, mount))
             data = await asyncio.shield(closer.run(mount.pack_index, self._order or ()))
             if data is not None:
                 await mount.save_index(data, closer.executor())
+        except asyncio.CancelledError:
+            given_up = True  # the loop ends: it must not wait for a call that hangs on a dead disk
+            raise
         finally:
             # One thread, first come first served: even if we are cancelled, this runs after what was begun above.
             released = closer.run(mount.release)
             closer.close()
-            await asyncio.shield(released)
+            if not given_up:
+                await asyncio.shield(released)
 
     def _drain(self, mount: Mount) -> None:
         for lane in (self._read_lane, self._write_lane, self._probe_lane):

@@ -1,0 +1,233 @@
+"""What an attack on the cache has broken once: bad listeners, tiers that lie, leases of twins, resets in mid-scan."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tierkv.cache
+from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, cache_of, payload, prompt
+from tierkv import Chunk, ChunkKey, Level, MemoryTier, MoverLimits, Outcome, Scope, Status, TieredCache
+from tierkv.policies import LRU
+from tierkv.tiers._fs_io import ChunkFiles
+from tierkv.tiers.fs import FSTier
+from tierkv.types import Event, Found
+
+
+async def served(cache: TieredCache, tokens: Sequence[int]) -> int:
+    """How many leading chunks come back; every byte of them is right."""
+    async with cache.lease(await cache.lookup(tokens)) as lease:
+        assert all(lease.view(chunk) == payload(chunk) for chunk in lease.chunks)
+        return len(lease.chunks)
+
+
+async def store(cache: TieredCache, tokens: Sequence[int]) -> None:
+    assert all(outcome.ok for outcome in await cache.store(tokens, buffers(cache.chunks(tokens))))
+
+
+async def test_a_listener_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Stores, copies to the level below and waiting go on; what was raised is in the log."""
+    events: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        events.append(event)
+        raise ValueError("not my day")
+
+    async with cache_of(MemoryTier(name="lower"), on_event=on_event) as cache:
+        await store(cache, prompt(0))
+        assert await cache.wait_idle(5)
+        assert cache.statistics()["lower"].n_chunks == 4
+    assert len(events) == 8
+    assert "not my day" in caplog.text
+
+
+NONSENSE = [
+    None,
+    5,
+    "x",
+    [None] * 4,
+    [Outcome(ChunkKey(b"another"), Status.OK)] * 4,
+    [Outcome(ChunkKey(b"another"), "ok")] * 4,  # type: ignore[arg-type]
+]
+
+
+class NonsenseTier(MemoryTier):
+    """Does what it should and says ``answer``, or raises it."""
+
+    def __init__(self, verb: str, answer: Any) -> None:
+        super().__init__(name="lower")
+        self.verb, self.answer = verb, answer
+
+    async def read(self, items: Sequence[tuple[ChunkKey, memoryview]]) -> Sequence[Outcome]:
+        return self._say("read", await super().read(items))
+
+    async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
+        return self._say("write", await super().write(items))
+
+    def _say(self, verb: str, right: Sequence[Outcome]) -> Sequence[Outcome]:
+        if verb != self.verb:
+            return right
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("answer", [*NONSENSE, asyncio.CancelledError(), GeneratorExit()], ids=repr)
+async def test_a_tier_that_answers_nonsense_is_a_miss_and_holds_nothing(verb: str, answer: Any) -> None:
+    """Whatever is no outcome a key counts as a failure of the tier: nobody waits for it and no slot stays pinned."""
+    async with cache_of(NonsenseTier(verb, answer), n_slots=5) as cache:
+        for branch in (0, 2):  # the second pushes the tail of the first out of the primary
+            await store(cache, prompt(branch))
+            assert await cache.wait_idle(5)
+        async with asyncio.timeout(5):
+            assert 1 <= await served(cache, prompt(0)) < 4
+            assert await cache.wait_idle(5)
+        primary = cache.statistics()["primary"]
+        assert (primary.n_pinned, primary.n_pending, primary.n_quarantined) == (0, 0, 0)
+
+
+class RottenScanTier(MemoryTier):
+    """A persistent tier whose news and probes fail."""
+
+    writable = True
+
+    def settled(self, _: ChunkKey) -> bool:
+        return False
+
+    async def scan(self) -> AsyncIterator[Sequence[Found]]:
+        yield [Found(ChunkKey(b"found"), STRIDE)]
+        raise OSError(5, "Input/output error")
+
+    async def probe(self, _: Sequence[ChunkKey]) -> Sequence[Found | None]:
+        raise OSError(24, "Too many open files")
+
+    async def save_order(self, _: Sequence[Chunk]) -> None:
+        return
+
+
+async def test_a_probe_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    """A lookup never raises what a tier raised (a process that is out of descriptors, say); the log says it."""
+    async with cache_of(RottenScanTier(name="rotten")) as cache:
+        assert (await cache.lookup(prompt(0))).n_tokens == 0
+        await store(cache, prompt(0))
+        assert await served(cache, prompt(0)) == 4
+        assert cache.statistics()["rotten"].n_chunks >= 1, "what the scan told before it failed"
+    assert "Too many open files" in caplog.text
+    assert "Input/output error" in caplog.text
+
+
+class Unchained(ToyChunker):
+    """The same tokens have the same key wherever they stand."""
+
+    def chunks(self, tokens: Sequence[int], *, extra: bytes = b"") -> Sequence[Chunk]:
+        return [Chunk(ChunkKey(extra + bytes([tokens[end - 2]])), None, 0, end) for end in range(2, len(tokens) + 1, 2)]
+
+
+async def test_a_key_that_comes_twice_is_leased_and_loaded_twice() -> None:
+    """Each place gets the bytes of its own chunk, and no pin outlives the lease."""
+    levels = [Level(MemoryTier(name="primary"), LRU(), capacity=8 * STRIDE)]
+    async with TieredCache(chunker=Unchained(), namespace=b"toy", levels=levels) as cache:
+        tokens = [1, 1, 1, 1, 2, 2, 1, 1]
+        await store(cache, tokens)
+        hit = await cache.lookup(tokens)
+        async with cache.lease(hit) as lease:
+            assert (len(lease.chunks), lease.n_tokens, len(lease.slots)) == (4, 8, 4)
+        places = [bytearray(NBYTES) for _ in hit.chunks]
+        assert await cache.load(hit, places) == 8
+        assert places == buffers(hit.chunks)
+        assert cache.statistics()["primary"].n_pinned == 0
+
+
+async def test_a_tier_that_does_not_close_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Closing has a limit, whatever a tier does, and closes the other tiers all the same."""
+    monkeypatch.setattr(tierkv.cache, "_TIER_CLOSE_S", 0.1)
+
+    class Stuck(MemoryTier):
+        async def aclose(self) -> None:
+            await asyncio.Event().wait()
+
+    lower = MemoryTier(name="lower")
+    cache = cache_of(Stuck(name="stuck"), lower)
+    async with asyncio.timeout(5):
+        async with cache:
+            await store(cache, prompt(0))
+            await cache.aclose(0.1)
+    assert "stuck: not closed" in caplog.text
+    with pytest.raises(tierkv.ClosedError):
+        await lower.contains([])
+
+
+def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read hangs for good: the cache closes within its limit and so does the loop; the read's own end is clean."""
+    monkeypatch.setattr(tierkv.cache, "_TIER_CLOSE_S", 0.1)
+    dead, real = threading.Event(), ChunkFiles.read
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        dead.wait(30)
+        return real(*args, **kwargs)
+
+    async def use() -> None:
+        tier = FSTier(tmp_path / "root", min_free=0)
+        async with cache_of(tier, n_slots=5, limits=MoverLimits(deadline_s=0.2)) as cache:  # type: ignore[arg-type]
+            for branch in (0, 2):
+                await store(cache, prompt(branch))
+                assert await cache.wait_idle(5)
+            monkeypatch.setattr(ChunkFiles, "read", hang)
+            assert 1 <= await served(cache, prompt(0)) < 4
+            await cache.aclose(0.1)
+
+    loop_ended = threading.Event()
+
+    def run() -> None:
+        asyncio.run(use())
+        loop_ended.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ended_in_time = loop_ended.wait(15)
+    dead.set()
+    thread.join(15)
+    assert ended_in_time
+
+
+@pytest.mark.parametrize("how", ["reset", "delete"])
+async def test_what_is_forgotten_during_the_scan_does_not_come_back(tmp_path: Path, how: str) -> None:
+    """Neither a probe nor the scan brings back what was forgotten before it was found.
+
+    https://github.com/sgl-project/sglang/issues/26792
+    """
+    tokens = prompt(0)
+    gate = threading.Event()
+    async with cache_of(FSTier(tmp_path, min_free=0)) as cache:  # type: ignore[arg-type]
+        await store(cache, tokens)
+        assert await cache.wait_idle(5)
+    tier = FSTier(tmp_path, min_free=0, _scan_gate=lambda *_: gate.wait(20))
+    async with cache_of(tier) as cache:  # type: ignore[arg-type]
+        if how == "reset":
+            await cache.reset(Scope.ALL)
+        else:
+            await cache.delete(cache.chunks(tokens))
+        assert (await cache.lookup(tokens)).n_tokens == 0
+        gate.set()
+        async with asyncio.timeout(10):
+            while not tier.writable:  # noqa: ASYNC110 - the scan's own end has no event
+                await asyncio.sleep(0.01)
+        assert (await cache.lookup(tokens)).n_tokens == 0
+        assert await cache.wait_idle(5)
+        async with asyncio.timeout(10):
+            while tier.usage()["n_chunks"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await store(cache, tokens)
+        assert await cache.wait_idle(5)
+        async with asyncio.timeout(10):
+            while cache.statistics()["fs"].n_chunks < 4:  # the reset ends with the next look at the tier
+                await store(cache, tokens)
+                await asyncio.sleep(0.05)
