@@ -599,6 +599,8 @@ def test_reset_begins_an_epoch_that_nothing_finds_again(kit, tmp_path):
     engine.store(keys)
     engine.until(lambda: engine.statistics(1).n_stored == 3)
     engine.manager.reset_cache()
+    assert engine.lookup(keys, engine.request(keys)) == [MISS], "there is nothing to wait for"
+    engine.step()
     assert HIT not in engine.lookup(keys, engine.request(keys))
     engine.until(lambda: engine.hierarchy.levels[1].open)
     engine.until(lambda: engine.lookup(keys, engine.request(keys)) == [MISS])

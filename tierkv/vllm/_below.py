@@ -111,8 +111,9 @@ class Below:
 
     @property
     def opening(self) -> bool:
-        """Some level will be open in a moment: what is not found yet may be found then."""
-        return not self._settled and any(level.state is LevelState.OPENING for level in self.levels)
+        """Some level will be open in a moment, and what is not found yet may be found then: not after a reset."""
+        starting = self._epoch == FIRST_EPOCH and not self._settled
+        return starting and any(level.state is LevelState.OPENING for level in self.levels)
 
     def allows(self, context: Any, index: int) -> bool:
         """Whether the request lets us load from this level of the hierarchy."""

@@ -126,7 +126,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Give room to the leading part, by end token across groups, of what is not here yet. Never None.
 
         vLLM never offers a chunk again that was refused. So what is refused in a prefix group is a hole, and what lies
-        behind a hole is refused too until the hole's key is resident: no lookup could reach it.
+        behind a hole is refused too until the hole's key is resident: no lookup could reach it. ``evicted_keys`` stays
+        empty: vLLM reads it nowhere, and what has left is told by :meth:`take_events`.
         """
         request = self._request(req_context)
         page = self._page()
