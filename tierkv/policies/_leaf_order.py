@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 
 from tierkv.policies._stamp_heap import Item, StampHeap
@@ -140,6 +141,30 @@ class LeafOrder:
         while (early := self._before(walk)) is not None:
             yield early.key
             self._named(early, walk)
+
+    def evict(self, n_chunks: int) -> list[ChunkKey]:
+        """Forget the ``n_chunks`` that :meth:`victims` would name first, or all that it would name; their keys, in order.
+
+        The front of the line leaves in one go. Only where somebody waits in the heap the two must be merged.
+        """
+        self._heap.begin()
+        self._put_aside()
+        line, waiting = self._line, self._heap.entries
+        gone: list[ChunkKey] = []
+        while len(gone) < n_chunks and line and not waiting:
+            key, node = line.popitem(last=False)
+            if node.held or node.n_children:
+                self._aside[key] = node
+                continue
+            stamp, node.stamp = node.stamp, _ABSENT
+            parent, node.parent = node.parent, None
+            gone.append(key)
+            if parent is not None:
+                self._child_left(parent, stamp)
+        for key in list(islice(self.victims(), n_chunks - len(gone))):
+            self.on_remove(key, evicted=True)
+            gone.append(key)
+        return gone
 
     # -- for subclasses -----------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import chain
 
 from tierkv.protocols import EvictionPolicy, PinAware
 from tierkv.types import Chunk, ChunkKey
@@ -56,8 +57,8 @@ class Leaves:
     """An order's victims, each only after its resident children.
 
     A chunk with children that the walk comes upon is *parked*: held in the order, so that no later walk comes upon it
-    again, until it is used or its last child has left. So the cost is amortised constant. An order that knows no holds
-    is walked over them each time.
+    again, until it is used, gets a child or loses its last one. So the cost is amortised constant. An order that knows
+    no holds is walked over them each time.
 
     Args:
         order: the order to walk. The caller tells it of inserts, uses and removals.
@@ -73,10 +74,10 @@ class Leaves:
         # What the latest walk came upon; parked when the next call comes, since a walk must not change the order.
         self._met: list[ChunkKey] = []
 
-    def unpark(self, key: ChunkKey) -> None:
-        """The chunk was used, or has no child any more: it is in its place in the order again."""
+    def unpark(self, key: ChunkKey | None) -> None:
+        """The chunk was used, or its children have changed: it is in its place in the order again."""
         self._park_met()
-        if key in self._parked:
+        if key is not None and key in self._parked:
             self._parked.remove(key)
             if self._pins is not None and key not in self._held:
                 self._pins.release(key)
@@ -100,12 +101,12 @@ class Leaves:
 
     def victims(self) -> Iterator[ChunkKey]:
         """Each key only after its resident children, less what is held and the ancestors of what is held."""
-        self._park_met()
+        victims = self._from_first_leaf()
         met = self._met
         parents, n_children = self._tree.parents, self._tree.n_children
         n_left: dict[ChunkKey, int] = {}
-        passed: set[ChunkKey] = set()
-        for key in self._order.victims():
+        passed = set(met)
+        for key in victims:
             if key in self._held:
                 continue
             if n_left.get(key, n_children.get(key, 0)):
@@ -121,6 +122,27 @@ class Leaves:
                 # Its last child is gone and the walk has passed it: it is colder than all that is still to come.
                 yield parent
                 parent = parents.get(parent)
+
+    def _from_first_leaf(self) -> Iterator[ChunkKey]:
+        """The order's victims, asked again until no chunk with children is in front of the first leaf.
+
+        An order that weighs two queues against each other may choose otherwise with those out of the way.
+        """
+        while True:
+            self._park_met()
+            victims = iter(self._order.victims())
+            first = next((key for key in victims if not self._meets(key)), None)
+            if not self._met or self._pins is None:
+                return chain(() if first is None else (first,), victims)
+            if isinstance(victims, Generator):
+                victims.close()
+
+    def _meets(self, key: ChunkKey) -> bool:
+        """Whether a key in front may not leave; one that has children is noted."""
+        if key in self._tree.n_children:
+            self._met.append(key)
+            return True
+        return key in self._held
 
     def _park_met(self) -> None:
         if not self._met:

@@ -39,6 +39,7 @@ class LeafFirst(Wrapper):
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self._tree.add(chunk)
+            self._leaves.unpark(chunk.parent)
         self._order.on_insert(chunks)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
@@ -47,6 +48,7 @@ class LeafFirst(Wrapper):
             if chunk.key in parents:
                 self._tree.add(chunk)
                 self._leaves.unpark(chunk.key)
+                self._leaves.unpark(chunk.parent)
         self._order.on_access(chunks)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:

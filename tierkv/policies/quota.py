@@ -17,12 +17,11 @@ from tierkv.types import Chunk, ChunkKey
 class Quota(Wrapper):
     """While a tenant's chunks are more than its quota, they are first to leave, until they are no more than it.
 
-    The quota is soft: a tenant may use what nobody else needs. A chunk belongs to the tenant that stored it, whoever
-    uses it afterwards. Tenants that are not named have no quota, and nothing is set aside for anybody. Where several
-    are over, they give way in the order in which they are named.
+    The quota is soft: a tenant may use what nobody else needs. A chunk counts for who stored it, whoever uses it.
+    Tenants that are not named have no quota. Where several are over, they give way in the order of ``quotas``.
 
-    A tenant's chunks leave in the inner order's order, of which there is a copy for each, and leaves first: no
-    tenant's quota takes a head from under another tenant's tail.
+    A tenant's chunks leave in the order of a copy of the inner order, but leaves first: nobody's quota takes a head
+    from under another tenant's tail.
 
     Args:
         quotas: tenant to bytes, as a number or as a size such as "10GiB".
@@ -59,6 +58,7 @@ class Quota(Wrapper):
                 self._chunks[chunk.key] = chunk
                 if chunk.tenant in self._quotas:
                     self._used_nbytes[chunk.tenant] += chunk.nbytes
+            self._unpark(chunk.parent)
         for tenant, own in self._by_tenant(chunks):
             self._orders[tenant].on_insert(own)
         super().on_insert(chunks)
@@ -73,9 +73,9 @@ class Quota(Wrapper):
         for chunk in chunks:
             if chunk.key in self._chunks:
                 self._tree.add(chunk)
+                self._unpark(chunk.key)
+                self._unpark(chunk.parent)
         for tenant, own in self._by_tenant(chunks):
-            for chunk in own:
-                self._leaves[tenant].unpark(chunk.key)
             self._orders[tenant].on_access(own)
         super().on_access(chunks)
 
@@ -87,8 +87,7 @@ class Quota(Wrapper):
             self._used_nbytes[chunk.tenant] -= chunk.nbytes
             self._leaves[tenant].forget(key)
             self._orders[tenant].on_remove(key, evicted=evicted)
-        if freed is not None and (leaves := self._leaves.get(self._tenant(freed))) is not None:
-            leaves.unpark(freed)
+        self._unpark(freed)
         super().on_remove(key, evicted=evicted)
 
     def hold(self, key: ChunkKey) -> None:
@@ -102,7 +101,7 @@ class Quota(Wrapper):
         super().release(key)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """What has expired, where the inner order knows of that; then what is over its quota; then the rest."""
+        """What has expired, where the inner order knows of that; what is over its quota; the rest."""
         rest = self._rest()
         named: set[ChunkKey] = set()
         expired = getattr(self, "expired", None)
@@ -133,6 +132,10 @@ class Quota(Wrapper):
                 over_nbytes -= chunks[key].nbytes
                 if over_nbytes <= 0:
                     return
+
+    def _unpark(self, key: ChunkKey | None) -> None:
+        if key is not None and (leaves := self._leaves.get(self._tenant(key))) is not None:
+            leaves.unpark(key)
 
     def _tenant(self, key: ChunkKey) -> str | None:
         chunk = self._chunks.get(key)

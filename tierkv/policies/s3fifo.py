@@ -66,11 +66,12 @@ class S3FIFO(TwoQueues):
                 self._asked.add(key)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        if self._n_uses.pop(key, None) is None:
+        if key not in self._n_uses:
             return
         if evicted:
             self._filling = False
             self._pass(self._n_before.get(key, 0))
+        del self._n_uses[key]
         if key in self._old:
             self._old.take(key)
         else:

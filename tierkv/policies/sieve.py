@@ -10,7 +10,7 @@ from tierkv.policies._stamp_heap import Item, StampHeap
 from tierkv.types import Chunk, ChunkKey
 
 _LAP = 1 << 48
-"""A stamp is a lap of the hand and a place in the queue in one number."""
+"""A stamp is a lap of the hand and a place in the queue, in one number."""
 
 
 class SIEVE:
@@ -19,8 +19,8 @@ class SIEVE:
     A chunk's stamp is the lap and the place at which the hand will find it unused. A use puts that off to the lap after
     the one in which the hand comes by next. The order is that of the stamps, whatever is held on the way.
 
-    Use beyond the first does not count, so what is new often leaves before what is used: good for web traces, bad for
-    conversations. Parents play no part; wrap it in :class:`~tierkv.policies.LeafFirst`.
+    What is new often leaves before what is used: good for web traces, bad for conversations. Parents play no part;
+    wrap it in :class:`~tierkv.policies.LeafFirst`.
 
     Concurrency: one thread. Cost: amortised constant a chunk.
 
@@ -28,8 +28,8 @@ class SIEVE:
     """
 
     def __init__(self) -> None:
-        # A resident chunk is in one of three: to be met in this lap, by place; met in it and passed over, by place; or
-        # aside, because it was held when it was met. What is aside and held no more waits in the heap.
+        # A resident chunk is to be met in this lap, by place; or was passed over in it, by place; or is aside, because it
+        # was held when it was met. What is aside and held no more waits in the heap.
         self._now: OrderedDict[ChunkKey, Item] = OrderedDict()
         self._later: OrderedDict[ChunkKey, Item] = OrderedDict()
         self._aside: dict[ChunkKey, Item] = {}
@@ -38,8 +38,7 @@ class SIEVE:
         self._passed: list[Item] = []
         self._met: list[Item] = []
         self._lap = 0
-        self._hand = 0
-        """Stamp of the latest chunk that it took."""
+        self._hand = 0  # the stamp of the latest chunk that it took
         self._place = 0
 
     def __len__(self) -> int:
@@ -50,10 +49,9 @@ class SIEVE:
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         place_of_hand = self._hand % _LAP
-        if all(
-            not line or line[next(reversed(line))].stamp % _LAP <= place_of_hand for line in (self._now, self._later)
-        ):
-            # The hand has passed the newest chunk: it goes on at the oldest, and comes to what is new after that.
+        newest = (line[next(reversed(line))].stamp % _LAP for line in (self._now, self._later) if line)
+        if max(newest, default=0) <= place_of_hand:
+            # The hand has passed the newest chunk: it goes on at the oldest, and to what is new after that.
             self._hand += _LAP - place_of_hand
         self._catch_up()
         now, later, aside = self._now, self._later, self._aside
@@ -137,6 +135,7 @@ class SIEVE:
         """Begin the hand's lap: who was passed is to be met again; who should have been taken comes before them."""
         while self._hand >= self._lap + _LAP:
             self._lap += _LAP
+            self._passed = []  # passed in the lap that has ended
             for item in list(self._now.values()):
                 if item.stamp < self._lap:
                     self._set_aside(item)
@@ -145,7 +144,8 @@ class SIEVE:
             self._now, self._later = self._later, OrderedDict()
 
     def _set_aside(self, item: Item) -> None:
-        if self._now.pop(item.key, None) is item or self._later.pop(item.key, None) is item:
-            self._aside[item.key] = item
+        line = self._now if item.key in self._now else self._later
+        if line.get(item.key) is item:  # and not another one, stored since
+            self._aside[item.key] = line.pop(item.key)
             if not item.held:
                 self.release(item.key)
