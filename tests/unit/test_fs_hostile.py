@@ -141,6 +141,30 @@ async def test_a_corrupt_chunk_says_why(root: Path) -> None:
         assert "payload checksum" in str(outcome.error)
 
 
+async def test_one_bad_chunk_asked_for_many_times_is_found_bad_once(root: Path) -> None:
+    """Reads of one key at the same time: one of them finds it and counts it, to the others it is just gone."""
+    async with opened(root, n_read_threads=4) as tier:
+        await store(tier, chunk_of(1))
+        flip(PAGE)(path_of(root, key_of(1), tier))
+        statuses, _ = await read(tier, *[key_of(1)] * 20)
+        assert sorted(s.value for s in statuses) == ["corrupt"] + ["missing"] * 19
+        assert tier.counters()["corrupt"] == 1
+
+
+async def test_failed_outcomes_hold_no_buffers(root: Path) -> None:
+    """An error that keeps its traceback keeps the slot that was read into, for as long as somebody keeps the error."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        for length, status in ((LONGEST - 1, Status.FAILED), (LONGEST, CORRUPT)):
+            memory = bytearray(LONGEST)
+            view = memoryview(memory)[:length]
+            (outcome,) = await tier.read([(key_of(1), view)])
+            assert outcome.status is status and outcome.error is not None
+            view.release()
+            memory.append(0)  # BufferError if any view of it is alive
+            flip(PAGE)(path_of(root, key_of(1), tier)) if status is Status.FAILED else None
+
+
 async def test_a_flipped_bit_in_the_padding_is_not_delivered(root: Path) -> None:
     """Bytes behind the payload are zero in the slot whatever the file says."""
     async with opened(root) as tier:

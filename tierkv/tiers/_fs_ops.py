@@ -85,14 +85,14 @@ class Operations:
             except FileNotFoundError:
                 self._forget(key, owner, "vanished")
             except NotRegularError:
-                self._put_away(key, owner, None)
+                if ours:
+                    self._put_away(key, owner, None)
                 self._forget(key, owner, "not_regular")
             except CorruptFileError as error:
                 return self._corrupt(key, owner, error)
             except (ChunkSizeError, OSError) as error:
                 self._tally.add("failed_reads")
-                cause = error if isinstance(error, ChunkSizeError) else _because(TierReadError, self._name, key, error)
-                return Outcome(key, Status.FAILED, Reason.TIER_ERROR, cause)
+                return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierReadError, self._name, key, error))
             else:
                 return Outcome(key, Status.OK)
         return Outcome(key, _MISSING)
@@ -115,8 +115,7 @@ class Operations:
                 self._tally.add("no_space")
                 return Outcome(key, Status.REFUSED, Reason.NO_SPACE)
             self._tally.add("failed_writes")
-            cause = _because(TierWriteError, self._name, key, error)
-            return Outcome(key, Status.FAILED, Reason.TIER_ERROR, cause)
+            return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierWriteError, self._name, key, error))
         slot = self._seat.slot_of(owner)
         assert slot is not None
         held = self._books.get(key)
@@ -167,27 +166,28 @@ class Operations:
                 self._tally.add("deleted" if removed else "vanished")
 
     def _corrupt(self, key: ChunkKey, owner: str, error: CorruptFileError) -> Outcome:
+        if self._seat.slot_of(owner) is None:
+            self._lookups.shun(key, owner, error.identity)
+        else:
+            removed = self._put_away(key, owner, error.identity)
+            if removed is False:
+                return Outcome(key, _MISSING)  # another read found it first, or a write has replaced it
+            if removed:
+                self._books.drop(key, owner)
         count = self._tally.add("corrupt")
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ... : a dying disk must not fill the log too
             # Not the exception itself: its traceback holds the slot's buffer for as long as somebody keeps the record.
             _log.warning("%s: corrupt chunk file (%s); %d so far", self._name, str(error), count)
-        if self._seat.slot_of(owner) is None:
-            self._lookups.shun(key, owner, error.identity)
-        elif self._put_away(key, owner, error.identity):
-            self._books.drop(key, owner)
         cause = CorruptChunkError(self._name, str(error), [key])
         return Outcome(key, Status.CORRUPT, Reason.CORRUPT, cause)
 
-    def _put_away(self, key: ChunkKey, owner: str, identity: Identity | None) -> bool:
-        """Remove what lies at a path of ours; False if it was not that file or could not be removed."""
-        if self._seat.slot_of(owner) is None:
-            return False
+    def _put_away(self, key: ChunkKey, owner: str, identity: Identity | None) -> bool | None:
+        """Remove what lies at a path of ours; False if it is gone or another file by now, None if it cannot be."""
         try:
-            self._files.remove(key, owner, identity=identity)
+            return self._files.remove(key, owner, identity=identity)
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, error)
-            return False
-        return True
+            return None
 
     def _forget(self, key: ChunkKey, owner: str, why: str) -> None:
         if self._seat.slot_of(owner) is not None and self._books.drop(key, owner) is not None:
@@ -198,9 +198,11 @@ def _as_bytes(buffer: memoryview) -> memoryview:
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
 
 
-def _because(
-    kind: type[TierReadError | TierWriteError], name: str, key: ChunkKey, error: Exception
-) -> TierReadError | TierWriteError:
+def _because(kind: type[TierReadError | TierWriteError], name: str, key: ChunkKey, error: Exception) -> Exception:
+    """What an outcome carries: no traceback, since its frames hold the caller's buffer as long as the outcome lives."""
+    error = error.with_traceback(None)
+    if isinstance(error, ChunkSizeError):
+        return error
     wrapped = kind(name, str(error), [key])
     wrapped.__cause__ = error
     return wrapped
