@@ -190,12 +190,6 @@ class Flow:
         while level.waiting and level.open and level.plan.writable():
             waiting = next(iter(level.waiting.values()))
             chunk = waiting.source.chunk
-            if level.ledger.get(chunk.key) is not None:
-                # A scan found it meanwhile.
-                level.waiting.popitem(last=False)
-                level.counts.present += 1
-                self._forget(level, waiting)
-                continue
             taken = level.ledger.reserve([chunk])
             charge = level.ledger.charge(chunk)
             if not taken and charge <= level.ledger.capacity_nbytes:
@@ -317,9 +311,12 @@ class Flow:
                 self._leave(level, entry, Reason.EVICTED)
             return
         level.ledger.drop(victims, evicted=True)
-        level.counts.evicted += len(victims)
+        self._evicted(level, victims)
+
+    def _evicted(self, level: LevelBooks, gone: Sequence[Entry]) -> None:
+        level.counts.evicted += len(gone)
         if self.record_events:
-            for entry in victims:
+            for entry in gone:
                 self._emit(level, EventKind.REMOVED, entry.chunk, Reason.EVICTED)
 
     def _writer_ended(self, level: LevelBooks, entry: Entry) -> None:

@@ -201,7 +201,11 @@ class Hierarchy(Flow):
             return False if patience else None
 
         everybody = droppable is None and not shielded and not guarded
-        self._evict(level, self.primary.victims(None if everybody else may_leave, protect, short))
+        gone = self.primary.evict(-(-short // slot_nbytes), protect) if everybody else None
+        if gone is not None:
+            self._evicted(level, gone)
+        else:
+            self._evict(level, self.primary.victims(None if everybody else may_leave, protect, short))
         reserved = self.primary.reserve(wanted)
         if level.demotes and len(reserved) < len(wanted):
             # Leaving takes a copy here: start it for those who will ask again.
@@ -345,6 +349,10 @@ class Hierarchy(Flow):
                 continue
             if level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned) is not None:
                 self._emit(level, EventKind.STORED, chunk)
+            waiting = level.waiting.pop(item.key, None)
+            if waiting is not None:  # what should have been written is there
+                level.counts.present += 1
+                self._forget(level, waiting)
             if item.key in level.stuck and (entry := level.ledger.get(item.key)) and entry.owned and entry.stored:
                 self._unstick(level, item.key)
         self._pump_up(index)

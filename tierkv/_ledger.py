@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 
 from tierkv._entry import GONE, PENDING, READY, Entry, State
-from tierkv.protocols import Admission, CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import Admission, BatchEvicting, CommitAware, EvictionPolicy, Expiring, PinAware
 from tierkv.types import Chunk, ChunkKey
 
 __all__ = ("GONE", "PENDING", "READY", "Entry", "Ledger", "State")
@@ -62,6 +62,7 @@ class Ledger:
         self._pin_aware = policy if isinstance(policy, PinAware) else None
         self._commit_aware = policy if isinstance(policy, CommitAware) else None
         self._expiring = policy if isinstance(policy, Expiring) else None
+        self._batch_evicting = policy if isinstance(policy, BatchEvicting) else None
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
 
@@ -273,6 +274,20 @@ class Ledger:
                 order.close()
         return chosen
 
+    def evict(self, n_slots: int, protect: Collection[ChunkKey | None]) -> list[Entry] | None:
+        """:meth:`victims` and :meth:`drop` at once, for slots and a policy that can. None: it cannot."""
+        policy, index = self._batch_evicting, self._index
+        if policy is None or self._pin_aware is None or self._free_slots is None:
+            return None
+        spared = [key for key in protect if key in index and not index[key].holds and index[key].state is READY]
+        for key in spared:
+            self._pin_aware.hold(key)
+        gone = [index[key] for key in policy.evict(n_slots)]
+        for key in spared:
+            self._pin_aware.release(key)
+        self._vacate(gone)
+        return gone
+
     def expired_entries(self, at_most: int) -> list[Entry]:
         """Evictable entries that have expired; a policy that lets chunks expire names those first."""
         expired: list[Entry] = []
@@ -310,19 +325,17 @@ class Ledger:
 
     def drop(self, entries: Sequence[Entry], *, evicted: bool) -> None:
         """:meth:`remove` and :meth:`free` at once: READY entries of ours that nothing touches, in slots."""
+        for entry in entries:
+            self.policy.on_remove(entry.chunk.key, evicted=evicted)
+        self._vacate(entries)
+
+    def _vacate(self, entries: Sequence[Entry]) -> None:
         assert self._free_slots is not None
-        index, generations, put_back, on_remove = (
-            self._index,
-            self._generations,
-            self._free_slots,
-            self.policy.on_remove,
-        )
+        index, generations, put_back = self._index, self._generations, self._free_slots
         nbytes = 0
         for entry in entries:
             assert entry.state is READY and not entry.writing and not entry.holds
-            key = entry.chunk.key
-            del index[key]
-            on_remove(key, evicted=evicted)
+            del index[entry.chunk.key]
             entry.state = GONE
             slot = entry.slot
             generations[slot] += 1

@@ -166,6 +166,15 @@ class CommitAware(Protocol):
 
 
 @runtime_checkable
+class BatchEvicting(Protocol):
+    """A policy that can let many go at once for less than :meth:`~EvictionPolicy.victims` and a removal each cost."""
+
+    def evict(self, n_chunks: int) -> list[ChunkKey]:
+        """Forget the ``n_chunks`` that ``victims`` would name first, or all it would name; their keys, in order."""
+        ...
+
+
+@runtime_checkable
 class Expiring(Protocol):
     """A policy whose chunks can expire: an expired chunk answers a miss and the next trim removes it."""
 

@@ -157,6 +157,14 @@ class OrderMachine(RuleBasedStateMachine):
                 self.policy.on_remove(key, evicted=True)
                 self.naive.remove(key)
 
+    @rule(n=st.integers(0, 6))
+    def evict_at_once(self, n: int) -> None:
+        """The batch lets go of exactly those that an iteration would name first."""
+        expected = self.naive.order()[:n]
+        assert self.policy.evict(n) == expected
+        for key in expected:
+            self.naive.remove(key)
+
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: ChunkKey) -> None:
         self.policy.hold(key)

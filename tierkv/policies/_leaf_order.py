@@ -143,7 +143,7 @@ class LeafOrder:
             self._named(early, walk)
 
     def evict(self, n_chunks: int) -> list[ChunkKey]:
-        """Forget the ``n_chunks`` that :meth:`victims` would name first, or all that it would name; their keys, in order.
+        """Forget the ``n_chunks`` that :meth:`victims` would name first, or all it would name; their keys, in order.
 
         The front of the line leaves in one go. Only where somebody waits in the heap the two must be merged.
         """
