@@ -121,6 +121,13 @@ def nightly(session: nox.Session) -> None:
     session.run("pytest", "-m", "nightly", "--ignore=tests/vllm", *session.posargs, env=env, success_codes=[0, 5])
 
 
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Bugs planted one at a time: a test must die of each. ``-- --ci`` plants the eight that must never be."""
+    session.install("-e", ".[fs,cli,test]")
+    session.run("python", "-m", "tests.mutants", *session.posargs)
+
+
 def _installed(session: nox.Session, distribution: str) -> str:
     code = (
         "from importlib.metadata import PackageNotFoundError, version\n"

@@ -42,6 +42,19 @@ def test_a_rule_conforms(name: str) -> None:
     check_admission(RULES[name], clock=CLOCK, settings=FEW)
 
 
+def test_a_write_budget_wears_no_disk_out() -> None:
+    """Whatever is offered over a day, what enters is the rate times the time, a burst and a chunk at most."""
+    clock = ManualClock()
+    rule = WriteBudget("1MB/h", burst="100kB", clock=clock)
+    n_bytes = 0
+    for i in range(24 * 60):
+        clock.advance(60)
+        for _ in range(5):
+            chunk = Chunk(ChunkKey(b"%d" % i), nbytes=30_000)
+            n_bytes += chunk.nbytes if rule.admits(chunk) else 0
+    assert 0.9 * 24e6 <= n_bytes <= 24e6 + 100_000 + 30_000
+
+
 class Everybody:
     def admits(self, chunk: Chunk) -> bool:
         return True

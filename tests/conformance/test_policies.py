@@ -14,6 +14,7 @@ from tierkv.policies import FIFO, LRU, TTL, LeafFirst, Quota
 from tierkv.policies.parse import parse_policy
 from tierkv.protocols import EvictionPolicy
 from tierkv.testing import ManualClock, check_policy
+from tierkv.types import Chunk, ChunkKey
 
 pytestmark = pytest.mark.timeout(300)
 FEW = settings(max_examples=40)
@@ -77,3 +78,20 @@ def test_wrappers_nest(name: str) -> None:
     clock = ManualClock()
     make, options = WRAPPED[name]
     check_policy(lambda: make(clock), clock=clock, settings=FEW, **({"ttl_s": 5.0} | options))
+
+
+def test_a_quota_takes_no_more_than_what_is_over() -> None:
+    """What is exactly at its quota is not over it; a chunk that has left counts no more."""
+    policy = Quota({"red": 100}, FIFO())
+    chunks = [Chunk(ChunkKey(b"%d" % i), nbytes=50, tenant="blue" if i < 2 else "red") for i in range(6)]
+    policy.on_insert(chunks[:2])
+    for chunk in chunks[2:]:
+        policy.on_insert([chunk])
+    blue = {chunk.key for chunk in chunks[:2]}
+    assert next(iter(policy.victims())) == chunks[2].key, "200 of 100 bytes: the oldest of the tenant first"
+    order = list(policy.victims())
+    assert set(order[:2]) == {chunks[2].key, chunks[3].key}, "the two that are over"
+    assert set(order[2:4]) == blue, "then everybody in the inner order's order"
+    for chunk in chunks[2:4]:
+        policy.on_remove(chunk.key, evicted=True)
+    assert set(list(policy.victims())[:2]) == blue, "100 of 100 bytes: nobody is over"

@@ -16,7 +16,8 @@ from tierkv.testing._policy import quiet
 from tierkv.testing._rules import Report, plainly, require
 from tierkv.types import Chunk, ChunkKey
 
-_TOKENS: Final = st.lists(st.integers(0, 3) | st.integers(0, (1 << 31) - 1), max_size=80)
+_TOKEN: Final = st.integers(0, 3) | st.integers(0, (1 << 31) - 1)
+_TOKENS: Final = st.lists(_TOKEN, max_size=80) | st.lists(_TOKEN, min_size=33, max_size=80)
 _EXTRAS: Final = st.sampled_from([b"", b"lora", b"lora\0", b"\0"]) | st.binary(max_size=8)
 
 
@@ -71,9 +72,12 @@ def check_chunker(factory: Callable[[], Chunker], *, settings: hypothesis_settin
     @settings
     @given(_TOKENS.filter(len), st.data(), _EXTRAS)
     def another_token_is_another_key(tokens: list[int], data: st.DataObject, extra: bytes) -> None:
-        at = data.draw(st.integers(0, len(tokens) - 1), label="position")
-        changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
         chunker = factory()
+        borders = [chunk.end_token - before for chunk in chunker.chunks(tokens, extra=extra) for before in (1, 0)]
+        inside = [at for at in borders if at < len(tokens)]
+        anywhere = st.integers(0, len(tokens) - 1)
+        at = data.draw(st.sampled_from(inside) | anywhere if inside else anywhere, label="position")
+        changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
         _check_change(chunker.chunks(tokens, extra=extra), chunker.chunks(changed, extra=extra), at)
 
     @settings

@@ -84,7 +84,9 @@ class PolicyMachine(RuleBasedStateMachine):
         """A scan brings a chunk that can be read at once; often only its name is known."""
         if key in self.resident:
             return
-        chunk = CHUNKS[key]._replace(parent=None) if bare else CHUNKS[key]
+        self.find(CHUNKS[key]._replace(parent=None) if bare else CHUNKS[key])
+
+    def find(self, chunk: Chunk) -> None:
         for twin in self.twins:
             twin.insert([chunk])
         self.enter(chunk)
@@ -189,10 +191,13 @@ class PolicyMachine(RuleBasedStateMachine):
         return chosen
 
     @precondition(lambda self: self.resident)
-    @rule(data=st.data())
-    def delete(self, data: st.DataObject) -> None:
-        """A delete, a reset or an abort, in whatever state the chunk is."""
-        self.leave(data.draw(st.sampled_from(sorted(self.resident)), label="key"), evicted=False)
+    @rule(data=st.data(), back=st.booleans())
+    def delete(self, data: st.DataObject, *, back: bool) -> None:
+        """A delete, a reset or an abort, in whatever state the chunk is; it may be found again at once."""
+        key = data.draw(st.sampled_from(sorted(self.resident)), label="key")
+        self.leave(key, evicted=False)
+        if back:
+            self.find(CHUNKS[key])
 
     def leave(self, key: ChunkKey, *, evicted: bool) -> None:
         for twin in self.twins:
