@@ -55,7 +55,8 @@ class Lookups:
         self.hierarchy = hierarchy
         self._primary = hierarchy.primary
         self._get = hierarchy.primary.get
-        self._expires = hierarchy.primary.expires
+        if hierarchy.primary.expires:
+            self.lookup = self._lookup_unexpired  # type: ignore[method-assign]  # others do not pay for the question
         self._slot_nbytes = hierarchy.levels[0].plan.slot_nbytes
         self._maker = maker
         self._leases = leases
@@ -82,14 +83,19 @@ class Lookups:
             self._begin_scan(req_context)
         entry = self._get(key)
         if entry is not None and entry.state is READY:
-            if self._expires and self._primary.expired(entry):
-                return self._missed(key)
             self._answer(entry)
             return _HIT
         if entry is None and self._below is None:
             self._boundary = len(self._answered.entries)
             return _MISS
         return self._lookup_further(key, req_context, entry)
+
+    def _lookup_unexpired(self, key: ChunkKey, req_context: ReqContext) -> LookupResult:
+        """:meth:`lookup` where chunks expire: an expired one is a miss, and gone with the next trim."""
+        entry = self._get(key)
+        if entry is not None and self._primary.expired(entry):
+            return self._missed(key)
+        return Lookups.lookup(self, key, req_context)
 
     def _begin_scan(self, context: ReqContext | None) -> None:
         place = len(self._answered.entries)
