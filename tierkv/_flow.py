@@ -178,7 +178,7 @@ class Flow:
         if chunk.key in level.leaving or chunk.key in level.waiting:
             return Reason.BUSY
         if charge > level.ledger.capacity_nbytes and level.plan.writable():
-            return Reason.TOO_LARGE
+            return Reason.TOO_LARGE if level.plan.share is None else Reason.FULL  # a share may grow again
         if level.queued_nbytes + charge > level.plan.queue_nbytes:
             return Reason.QUEUE_FULL if level.plan.writable() else Reason.SCANNING
         if not level.ledger.admits(chunk):

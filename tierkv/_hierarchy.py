@@ -211,6 +211,8 @@ class Hierarchy(Flow):
             # Leaving takes a copy here: start it for those who will ask again.
             short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
             self._make_room(level, short, protect.union(shielded), sliced=True)
+            # Where the level below takes nothing, whoever was to be copied has left instead.
+            reserved += self.primary.reserve(wanted[len(reserved) :])
         return reserved
 
     # -- using --------------------------------------------------------------------------------------------------

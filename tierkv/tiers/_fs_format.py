@@ -126,9 +126,10 @@ def is_namespace_dir(name: str) -> bool:
 
 
 def fits_a_header(chunk: Chunk) -> bool:
-    """False if key, parent or tenant are too long to be written down (or the key is empty)."""
+    """False if key, parent or tenant are too long to be written down (or the key is empty), or a number too large."""
     n = len(chunk.key) + len(chunk.parent or b"") + len(_tenant_bytes(chunk.tenant))
-    return 0 < len(chunk.key) <= MAX_KEY_NBYTES and n <= _VARIABLE_NBYTES
+    numbers_fit = 0 <= chunk.group < 1 << 32 and -1 << 63 <= chunk.end_token < 1 << 63
+    return 0 < len(chunk.key) <= MAX_KEY_NBYTES and n <= _VARIABLE_NBYTES and numbers_fit
 
 
 def pack_header(page: memoryview, chunk: Chunk, digest: bytes, owner: str, payload_checksum: bytes) -> None:
@@ -158,7 +159,10 @@ def unpack_header(page: memoryview) -> Header:
     at_tenant = at_parent + n_parent
     key = ChunkKey(bytes(page[_FIXED.size : at_parent]))
     parent = ChunkKey(bytes(page[at_parent:at_tenant])) if flags & _HAS_PARENT else None
-    tenant = bytes(page[at_tenant : at_tenant + n_tenant]).decode("utf-8", "surrogatepass")
+    try:
+        tenant = bytes(page[at_tenant : at_tenant + n_tenant]).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise BadHeaderError("tenant is no text") from None
     chunk = Chunk(key, parent, group, end_token, nbytes, tenant, bool(flags & _PARTIAL))
     return Header(chunk, digest, owner.hex(), payload_checksum)
 

@@ -22,6 +22,7 @@ from tierkv.errors import ChunkSizeError
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
+    ROOT_LOCK,
     BadHeaderError,
     Header,
     checksum,
@@ -40,6 +41,7 @@ _log = logging.getLogger(__name__)
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TOUCH_AFTER_S: Final = 60.0
 """A read renews the file's time if it is older than this: recency that survives a kill, at one inode write a minute."""
 
@@ -268,7 +270,8 @@ class ChunkFiles:
             raise CorruptFileError("payload checksum", found)
         zero(buffer, nbytes)
         if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:
-            os.utime(fd)
+            with contextlib.suppress(OSError):  # a file system that turned read-only still serves
+                os.utime(fd)
         return header
 
     def _identified(self, key: ChunkKey, page: memoryview, payload_nbytes: int, found: os.stat_result) -> Header:
@@ -354,6 +357,28 @@ def make_directory(name: str, dir_fd: int) -> int:
     # A umask may have taken our own bits away, and then the directory cannot be opened yet.
     os.chmod(name, 0o700, dir_fd=dir_fd)
     return open_directory(name, dir_fd)
+
+
+def make_root(path: str, made: list[str]) -> None:
+    """Make a root, mode 0700, and its parents where they are missing; ``made`` takes what was made, in that order."""
+    missing = [path]
+    while (parent := os.path.dirname(missing[-1])) != missing[-1] and not os.path.isdir(parent):
+        missing.append(parent)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, 0o700 if directory == path else 0o777)
+        except FileExistsError:
+            continue
+        made.append(directory)
+        if directory == path:
+            os.chmod(path, 0o700)  # a umask may have taken our own bits away
+
+
+def discard_root_lock(root_fd: int) -> None:
+    """Remove the lock of a root that nobody uses: an open that failed had made it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(root_fd) == [ROOT_LOCK]:
+            os.unlink(ROOT_LOCK, dir_fd=root_fd)
 
 
 def unlink(name: str, dir_fd: int) -> None:

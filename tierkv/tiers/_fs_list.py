@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from tierkv.tiers._fs_books import Leaver
@@ -69,13 +69,20 @@ def _time_ns(leaf: str, namespace_fd: int) -> int:
 
 
 class Lister:
-    """Goes through one directory and puts away what is unfinished or broken. Touches only files with our ids."""
+    """Goes through one directory and puts away what is unfinished or broken. Touches only files with our ids.
 
-    def __init__(self, seat: Seat, tally: Tally, owners: set[str], *, adopt_orphans: bool) -> None:
+    ``let_owners_speak`` waits long enough for a living owner whose lock file was removed to make it anew.
+    """
+
+    def __init__(
+        self, seat: Seat, tally: Tally, owners: set[str], *, adopt_orphans: bool, let_owners_speak: Callable[[], None]
+    ) -> None:
         self._seat = seat
         self._tally = tally
         self._owners = owners
         self._adopt_orphans = adopt_orphans
+        self._let_owners_speak = let_owners_speak
+        self._has_waited = False
         self._known = {*owners, *seat.held_ids(), *seat.foreign_ids}
 
     def chunks(self, leaf: str, leaf_fd: int, hints: Hints) -> list[Listed]:
@@ -130,8 +137,11 @@ class Lister:
 
     def _take_orphan(self, name: str, parsed: FileName, leaf_fd: int) -> bool:
         """A file whose owner has no lock file any more becomes ours by a new name."""
+        if not self._has_waited:
+            self._has_waited = True
+            self._let_owners_speak()
         if self._seat.has_lock_file(parsed.owner):
-            return False  # joined since we looked
+            return False  # joined since we looked, or it lives and somebody had removed its lock file
         if parsed.is_part:
             unlink_quietly(name, leaf_fd)
             return False

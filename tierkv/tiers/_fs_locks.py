@@ -22,6 +22,7 @@ from tierkv.tiers._fs_page import OwnerPage
 _log = logging.getLogger(__name__)
 
 _NO_FLOCK: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_FILE: Final = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR)
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _ROOT_LOCK_TIMEOUT_S: Final = 10.0
 
@@ -68,17 +69,15 @@ class LockFiles:
     def root_locked(self) -> Iterator[None]:
         """Raises TierError if another process holds the root's lock for 10 s."""
         with self._mutex:
-            fd = os.open(ROOT_LOCK, _OPEN | os.O_CREAT, 0o600, dir_fd=self._root_fd)
+            fd = self._lock_root()
             try:
-                _make_private(fd)
-                deadline = time.monotonic() + _ROOT_LOCK_TIMEOUT_S
-                while not self._flock(fd):
-                    if time.monotonic() > deadline:
-                        raise TierError(self._name, f"{ROOT_LOCK} has been held for {_ROOT_LOCK_TIMEOUT_S:g} s")
-                    time.sleep(0.002)
                 yield
             finally:
                 os.close(fd)
+
+    def is_linked(self, owner: str, fd: int) -> bool:
+        """Whether ``fd`` is what lies at the owner's lock file's path. Somebody may have tidied up."""
+        return self._is_at(f"owner-{owner}.lock", fd)
 
     def others(self, ours: Container[str]) -> list[Other]:
         """Every lock file but ours, those of the dead locked; the caller closes their descriptors.
@@ -86,12 +85,18 @@ class LockFiles:
         The ids of one dying process change hands together, or not yet: what it had reserved stands in one page, and
         the kernel drops its locks one after another.
         """
-        found = []
-        for entry in sorted(os.listdir(self._root_fd)):
-            parsed = parse_owner_file(entry)
-            if parsed is not None and parsed[1] == "lock" and parsed[0] not in ours:
-                other = self._look_at(parsed[0])
-                found += [] if other is None else [other]
+        found: list[Other] = []
+        try:
+            for entry in sorted(os.listdir(self._root_fd)):
+                parsed = parse_owner_file(entry)
+                if parsed is not None and parsed[1] == "lock" and parsed[0] not in ours:
+                    other = self._look_at(parsed[0])
+                    found += [] if other is None else [other]
+        except BaseException:
+            for other in found:
+                if other.fd is not None:
+                    os.close(other.fd)
+            raise
         alive = {other.holder for other in found if other.fd is None}
         result = []
         for other in found:
@@ -123,21 +128,56 @@ class LockFiles:
             unlink_quietly(f"owner-{owner}.{kind}", self._root_fd)
 
     def _look_at(self, owner: str) -> Other | None:
+        """None if there is no such lock file, or something that is none has its name.
+
+        Any other error is raised: an owner that cannot be seen now (EMFILE, EIO) is there all the same, and what it
+        holds counts.
+        """
         try:
             fd = os.open(f"owner-{owner}.lock", _OPEN, dir_fd=self._root_fd)
         except OSError as error:
-            _log.debug("%s: cannot open the lock file of owner %s: %s", self._name, owner, error)
+            if error.errno not in _NO_FILE:
+                raise
             return None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                return None
             page = OwnerPage.unpack(os.pread(fd, PAGE_NBYTES, 0))
             dead = self._flock(fd)
-        except OSError as error:
-            _log.debug("%s: cannot read the lock file of owner %s: %s", self._name, owner, error)
+        except OSError:
             os.close(fd)
-            return None
+            raise
         if not dead:
             os.close(fd)
         return Other(owner, page, fd if dead else None)
+
+    def _lock_root(self) -> int:
+        deadline = time.monotonic() + _ROOT_LOCK_TIMEOUT_S
+        while True:
+            fd = os.open(ROOT_LOCK, _OPEN | os.O_CREAT, 0o600, dir_fd=self._root_fd)
+            try:
+                _make_private(fd)
+                while not self._flock(fd):
+                    self._wait_until(deadline)
+                if self._is_at(ROOT_LOCK, fd):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # removed while we waited for it: it excludes nobody any more
+
+    def _wait_until(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise TierError(self._name, f"{ROOT_LOCK} has been held for {_ROOT_LOCK_TIMEOUT_S:g} s")
+        time.sleep(0.002)
+
+    def _is_at(self, name: str, fd: int) -> bool:
+        try:
+            found = os.stat(name, dir_fd=self._root_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(found, os.fstat(fd))
 
     def _flock(self, fd: int) -> bool:
         if self.exclusive:

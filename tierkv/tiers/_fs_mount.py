@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
@@ -23,7 +25,15 @@ from tierkv.tiers._fs_format import (
     padded_nbytes,
 )
 from tierkv.tiers._fs_index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
-from tierkv.tiers._fs_io import ChunkFiles, NotRegularError, Tally, direct_works, make_directory
+from tierkv.tiers._fs_io import (
+    ChunkFiles,
+    NotRegularError,
+    Tally,
+    direct_works,
+    discard_root_lock,
+    make_directory,
+    make_root,
+)
 from tierkv.tiers._fs_list import leaf_times_ns
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_ops import Operations
@@ -36,6 +46,8 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S: Final = 1.0
 """How often an owner looks at the others: it bounds how long a newcomer waits for its share."""
 _MOST_DEFAULT_FREE_NBYTES: Final = 1 << 30
+_A_ROOT: Final = "a directory, or a path where one can be made"
+_NEVER_A_ROOT: Final = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT)
 COUNTERS: Final = (
     "corrupt",  # files that were not what was written under their key, or not whole
     "vanished",  # files that somebody else removed
@@ -81,19 +93,25 @@ class Mount:
         """Raises what :meth:`FSTier.open` raises; then nothing of ours is left behind."""
         path = os.path.realpath(wishes.root)
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise bad_setting(f"{name}.root", wishes.root, "a directory, or a path where one can be made")
+            raise bad_setting(f"{name}.root", wishes.root, _A_ROOT)
         _refuse_small(name, wishes, ctx)
+        made: list[str] = []
+        root_fd = None
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.mkdir(path, 0o700)
-            os.chmod(path, 0o700)
-        except FileExistsError:
-            pass
-        root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+            make_root(path, made)
+            root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             return cls(name, wishes, ctx, path, root_fd)
-        except BaseException:
-            os.close(root_fd)
+        except BaseException as error:
+            if root_fd is not None:
+                discard_root_lock(root_fd)
+                os.close(root_fd)
+            for directory in reversed(made):
+                with contextlib.suppress(OSError):  # somebody else uses it already
+                    os.rmdir(directory)
+            if isinstance(error, OSError):
+                if root_fd is None and error.errno in _NEVER_A_ROOT:
+                    raise bad_setting(f"{name}.root", wishes.root, f"{_A_ROOT} ({error.strerror})") from None
+                error.filename = os.path.join(path, error.filename or "")  # it may be relative to the root
             raise
 
     def __init__(self, name: str, wishes: Wishes, ctx: TierContext, path: str, root_fd: int) -> None:
@@ -235,7 +253,10 @@ class Mount:
         """Join the owners and open our namespace's directory, or leave nothing behind."""
         try:
             self._seat.join(self._decide_capacity)
-            n_chunks = self._seat.capacity_nbytes // self._seat.n_owners // charge_nbytes(self._ctx.chunk_nbytes)
+            # No more than the disk can ever give us: else a large capacity on a small disk is all index room.
+            usable_nbytes = max(0, self.spare_nbytes()) + self.books.used_nbytes
+            usable_nbytes = min(self._seat.capacity_nbytes // self._seat.n_owners, usable_nbytes)
+            n_chunks = max(1, usable_nbytes // charge_nbytes(self._ctx.chunk_nbytes))
             self._index_room_nbytes = index_room_nbytes(n_chunks)
             with self.books.lock:
                 self.books.fixed_nbytes += self._index_room_nbytes

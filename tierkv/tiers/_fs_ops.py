@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Final
 from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
 from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_format import charge_nbytes, fits_a_header
-from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, Identity, NotRegularError, Tally
+from tierkv.tiers._fs_io import NO_SPACE, ChunkFiles, CorruptFileError, Identity, NotRegularError, Tally
 from tierkv.tiers._fs_list import remove_leaver
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_memory import Scratch, ScratchRing
@@ -21,7 +20,6 @@ from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
 _log = logging.getLogger(__name__)
 
-_NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _MISSING: Final = Status.MISSING
 
 
@@ -111,11 +109,14 @@ class Operations:
             self._files.write(chunk, _as_bytes(buffer), owner, scratch)
         except OSError as error:
             self._books.abort_write(charge)
-            if error.errno in _NO_SPACE:
+            if error.errno in NO_SPACE:
                 self._tally.add("no_space")
                 return Outcome(key, Status.REFUSED, Reason.NO_SPACE)
             self._tally.add("failed_writes")
             return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierWriteError, self._name, key, error))
+        except BaseException:
+            self._books.abort_write(charge)
+            raise
         slot = self._seat.slot_of(owner)
         assert slot is not None
         held = self._books.get(key)

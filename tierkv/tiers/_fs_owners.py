@@ -13,6 +13,7 @@ first one taking everything and having to throw most of it away as the others co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -25,6 +26,7 @@ from tierkv.errors import TierError
 from tierkv.protocols import Clock
 from tierkv.tiers._fs_books import MAX_IDS, Books
 from tierkv.tiers._fs_format import PAGE_NBYTES
+from tierkv.tiers._fs_io import NO_SPACE
 from tierkv.tiers._fs_locks import LockFiles, Other
 from tierkv.tiers._fs_page import OwnerPage
 
@@ -155,6 +157,7 @@ class Seat:
     def refresh(self) -> list[str]:
         """Look at the others, adopt the dead, take or give back capacity, and publish. Returns the newly held ids."""
         with self._locks.root_locked():
+            self._make_lost_locks_anew()
             others = self._locks.others(ours={*self._slots, *self._trust})
             try:
                 new = self._adopt(others)
@@ -163,6 +166,16 @@ class Seat:
             self._see([*(o for o in others if o.owner not in self._slots), *self._trust.values()])
             self._publish()
             return new
+
+    def _make_lost_locks_anew(self) -> None:
+        """Somebody removed lock files of ours: nobody sees that we live any more, nor counts what we hold."""
+        for owner, fd in list(self._fds.items()):
+            if self._locks.is_linked(owner, fd):
+                continue
+            with contextlib.suppress(FileExistsError):  # another file has its name: whoever put it there knows why
+                self._fds[owner] = self._locks.make(owner)
+                os.close(fd)
+                _log.warning("%s: the lock file of owner %s had been removed and was made anew", self._name, owner)
 
     def release(self, owner: str) -> None:
         """Give up an id that no file carries any more, and its lock file with it."""
@@ -173,6 +186,8 @@ class Seat:
     def leave(self, keep: Callable[[str], bool]) -> None:
         """Unlock every id; those that ``keep`` refuses lose their lock file. Never raises."""
         try:
+            if not self._fds:
+                return
             with self._locks.root_locked():
                 for owner in self.held_ids():
                     if not keep(owner):
@@ -323,6 +338,12 @@ class Seat:
         for owner in self.held_ids():
             if owner in self._has_page or room < PAGE_NBYTES:
                 continue
+            try:
+                os.pwrite(self._fds[owner], self._page(owner).pack(), 0)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                return  # the disk is full: until it is not, this owner holds nothing
             room -= PAGE_NBYTES
             self._has_page.add(owner)
             with self._books.lock:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Final
 
 import xxhash
 
 from tierkv.tiers._fs_format import PAGE_NBYTES
+
+_LARGEST_NBYTES: Final = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,24 @@ class OwnerPage:
         return (body + b"\n" + xxhash.xxh3_64_hexdigest(body).encode() + b"\n").ljust(PAGE_NBYTES)
 
     @classmethod
-    def unpack(cls, page: bytes) -> OwnerPage | None:
+    def unpack(cls, data: bytes) -> OwnerPage | None:
         """None for an empty, torn or foreign page."""
-        body, _, rest = page.partition(b"\n")
+        body, _, rest = data.partition(b"\n")
         if not body or rest.strip() != xxhash.xxh3_64_hexdigest(body).encode():
             return None
         try:
-            return cls(**json.loads(body))
-        except (ValueError, TypeError):
+            page = cls(**json.loads(body))
+        except (ValueError, TypeError, RecursionError):
             return None
+        return page if page._is_sound() else None
+
+    def _is_sound(self) -> bool:
+        """Numbers are numbers and text is text, whoever wrote them."""
+        sizes = (self.capacity_nbytes, self.reserved_nbytes, self.used_nbytes)
+        texts = (self.owner, self.holder, self.namespace, self.boot)
+        return (
+            all(type(size) is int and 0 <= size <= _LARGEST_NBYTES for size in sizes)
+            and all(isinstance(text, str) for text in texts)
+            and type(self.pid) is int
+            and isinstance(self.heartbeat_s, (int, float))
+        )

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 
 _LEAF_SET: Final = frozenset(LEAVES)
 _RETRY_S: Final = 1.0
+_TWO_HEARTBEATS_S: Final = 2.0
 Gate = Callable[[int, int], object]
 """Called before each leaf with (leaves done, leaves in all); a test holds the scan by not returning."""
 
@@ -106,7 +107,7 @@ class Scanner:
         indexes = self._read_indexes(owners, trusted or ())
         listed: list[Listed] = []
         leavers: list[Leaver] = []
-        lister = Lister(self._seat, self._tally, set(everybody), adopt_orphans=first)
+        lister = Lister(self._seat, self._tally, set(everybody), adopt_orphans=first, let_owners_speak=self._wait)
         mine = self._digest.hex()
         for namespace in namespaces(self._root_fd):
             if namespace == mine:
@@ -122,6 +123,10 @@ class Scanner:
         self._enter(listed, leavers, limit_nbytes)
         self._books.end_scan(sum(self._seat.reserved_of.pop(owner, 0) for owner in owners))
         self._release_empty(owners, listed, leavers)
+
+    def _wait(self) -> None:
+        if self._stop.wait(_TWO_HEARTBEATS_S):
+            raise ScanStoppedError
 
     def _read_indexes(self, owners: Sequence[str], trusted: Sequence[str]) -> list[Index]:
         indexes = []

@@ -68,6 +68,10 @@ class FSTier:
         clock: Clock = time.monotonic,
         _scan_gate: Gate | None = None,
     ) -> None:
+        if not _is_text(name):
+            raise bad_setting("FSTier.name", name, "text", "fs")
+        if not callable(clock):
+            raise bad_setting(f"{name}.clock", clock, "a function that gives seconds", "time.monotonic")
         if not _is_path(root):
             raise bad_setting(f"{name}.root", root, "the path of a directory", "/var/cache/tierkv")
         if durability not in _DURABILITIES:
@@ -272,6 +276,16 @@ class FSTier:
             lane.close()
 
 
+def _is_text(name: object) -> bool:
+    return isinstance(name, str) and bool(name)
+
+
 def _is_path(root: object) -> bool:
     path = os.fspath(root) if isinstance(root, (str, os.PathLike)) else ""
-    return isinstance(path, str) and bool(path) and "\0" not in path
+    if not isinstance(path, str) or not path or "\0" in path:
+        return False
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # a lone surrogate that stands for no byte
+        return False
+    return True
