@@ -52,7 +52,8 @@ class FSTier:
         ConfigError: a setting is wrong; nothing was created.
 
     Concurrency: the async methods from one event loop, ``writable``, ``settled``, ``share_nbytes`` and ``counters``
-    from any thread. A buffer belongs to the tier until its call has returned, even if the call is cancelled.
+    from any thread. A buffer belongs to the tier until its call has returned, even if the call is cancelled. A batch is
+    spread over threads; one that names a key twice is done in order instead.
     """
 
     def __init__(
@@ -143,7 +144,8 @@ class FSTier:
         mount = self._opened()
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
-            n_workers = self._n_workers(self._n_read_threads, len(items[0][1]))
+            is_set = len({key for key, _ in items}) == len(items)
+            n_workers = self._n_workers(self._n_read_threads, len(items[0][1])) if is_set else 1
 
             def worker(indices: Iterator[int]) -> None:
                 mount.operations.read_some(items, outcomes, indices)
@@ -161,7 +163,8 @@ class FSTier:
         mount = self._opened()
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
-            n_workers = self._n_workers(self._n_write_threads, len(items[0][1]))
+            is_set = len({chunk.key for chunk, _ in items}) == len(items)
+            n_workers = self._n_workers(self._n_write_threads, len(items[0][1])) if is_set else 1
 
             def worker(indices: Iterator[int]) -> None:
                 mount.operations.write_some(items, outcomes, indices)
