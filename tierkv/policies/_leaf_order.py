@@ -161,9 +161,10 @@ class LeafOrder:
             gone.append(key)
             if parent is not None:
                 self._child_left(parent, stamp)
-        for key in list(islice(self.victims(), n_chunks - len(gone))):
-            self.on_remove(key, evicted=True)
-            gone.append(key)
+        if len(gone) < n_chunks:
+            for key in list(islice(self.victims(), n_chunks - len(gone))):
+                self.on_remove(key, evicted=True)
+                gone.append(key)
         return gone
 
     # -- for subclasses -----------------------------------------------------------------------------------------
