@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -127,6 +128,15 @@ def test_sizes_are_the_total_of_all_workers():
     assert (spec.n_slots, spec.store_reserve, spec.shared) == (64, 8, False)
     assert spec.geometry.chunk_nbytes == PAGE_NBYTES
     assert TierKVOffloadingSpec(offloading_config({**CPU, "pool": "shared"})).shared
+
+
+def test_every_metric_is_documented():
+    """The reference page names the metrics that the spec defines, with their labels, and no others."""
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "vllm-metrics.md").read_text()
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `vllm:")]
+    documented = {row[1].strip(" `"): tuple(re.findall(r"`(\w+)`", row[2])) for row in rows}
+    defined = TieringOffloadingSpec.build_metric_definitions({**CPU, "store_threshold": 2})
+    assert documented == {name: metric.labelnames for name, metric in defined.items()}
 
 
 def wrong_settings(root: Path) -> list[tuple[dict[str, Any], str]]:
