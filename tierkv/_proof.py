@@ -32,6 +32,7 @@ def _check_queue(level: LevelBooks, flights: Sequence[Flight]) -> None:
         if flight.target is not None and flight.transfer.target == level.index and level.index
     )
     assert level.queued_nbytes == waiting + writing
+    assert not any(level.ledger.get(key) or key in level.leaving for key in level.waiting), "only what is absent waits"
 
 
 def _check_leaving(level: LevelBooks, levels: Sequence[LevelBooks], flights: Sequence[Flight]) -> None:

@@ -131,8 +131,8 @@ MUTANTS = [
     Mutant(
         "a refusal is not counted",
         FLOW,
-        "        if reason is not None:\n            level.counts.refuse(reason)\n            return False",
-        "        if reason is not None:\n            return False",
+        "        if reason is not None:\n            level.counts.refuse(reason)\n",
+        "        if reason is not None:\n",
     ),
     Mutant("a key given twice is counted once", HIERARCHY, "len(present) + n_twice", "len(present)"),
     Mutant(
@@ -204,9 +204,9 @@ MUTANTS = [
     ),
     Mutant(
         "what a scan finds is written all the same",
-        FLOW,
-        "            if level.ledger.get(chunk.key) is not None:\n",
-        "            if False:\n",
+        HIERARCHY,
+        "            if waiting is not None:  # what should",
+        "            if False:  # what should",
     ),
     Mutant(
         "a failed deletion is forgotten",
@@ -255,6 +255,30 @@ MUTANTS = [
         "",
     ),
     Mutant("a reset forgets what waits", HIERARCHY, "            self._refuse_waiting(level, Reason.RESET)\n", ""),
+    Mutant(
+        "what lost its copy below meanwhile leaves too",
+        FLOW,
+        "if asked else not droppable(entry)",
+        "if asked else False",
+    ),
+    Mutant(
+        "an expired chunk is promoted from the primary",
+        HIERARCHY,
+        "if known is None or self.primary.expired(known):",
+        "if known is None:",
+    ),
+    Mutant(
+        "a waiting write is released by another length",
+        FLOW,
+        "        level.queued_nbytes -= waiting.charge_nbytes\n",
+        "        level.queued_nbytes -= level.ledger.charge(waiting.source.chunk)\n",
+    ),
+    Mutant(
+        "a rewritten chunk stays charged for its failed deletion",
+        FLOW,
+        "            entry.stored = True\n            self._unstick(level, entry.chunk.key)\n",
+        "            entry.stored = True\n",
+    ),
 ]
 
 

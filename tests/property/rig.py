@@ -33,6 +33,8 @@ class LowerSetup:
     queue_nbytes: int
     rounded: bool
     second_offer: bool
+    scanned: bool
+    """Its total is known from the start, so that it takes writes."""
 
 
 def rounded_charge(nbytes: int) -> int:
@@ -46,7 +48,7 @@ class Lower:
         self.setup = setup
         self.medium = Medium()
         self.share_nbytes = setup.capacity_nbytes
-        self.writable = True
+        self.writable = setup.scanned
         self.stuck: dict[ChunkKey, int] = {}
         """Keys whose latest deletion failed, and their charges: on the medium, though the index has forgotten them."""
 

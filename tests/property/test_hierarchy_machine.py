@@ -23,17 +23,18 @@ setups = st.builds(
     LowerSetup,
     writes=st.sampled_from(Writes),
     capacity_nbytes=st.integers(2, 9).map(lambda n: n * 52),
-    policy=st.sampled_from(["lru", "lru", "fifo", "in_order", "fading"]),
+    policy=st.sampled_from(["lru", "lru", "fifo", "in_order", "fading", "fading"]),
     queue_nbytes=st.sampled_from([100, 200, 1 << 20, 1 << 20]),
     rounded=st.booleans(),
     second_offer=st.sampled_from([False, False, False, True]),
+    scanned=st.sampled_from([True, True, False]),
 )
 requests = st.tuples(st.sampled_from(PATHS), st.integers(1, 4)).map(lambda drawn: drawn[0][: drawn[1]])
 key_sets = st.sets(st.sampled_from(KEYS), max_size=2)
 faults = st.sampled_from([None, None, None, None, *Status])
 
 
-TROUBLE = ["delete", "file_fails", "file_fails", "breaker", "writable", "share", "abort_early", "tick", "tick", "reset"]
+TROUBLE = ["delete", "file_fails", "file_fails", "breaker", "writable", "share", "abort_early", "reset"]
 
 
 class HierarchyMachine(RuleBasedStateMachine):
@@ -46,7 +47,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @initialize(
         data=st.data(),
         n_slots=st.integers(3, 8),
-        policy=st.sampled_from(["lru", "lru", "fifo", "in_order", "fading"]),
+        policy=st.sampled_from(["lru", "lru", "fifo", "in_order", "fading", "fading"]),
         low_water=st.sampled_from([0.0, 0.1, 0.4]),
     )
     def begin(self, data: st.DataObject, n_slots: int, policy: str, low_water: float) -> None:
@@ -294,8 +295,9 @@ class HierarchyMachine(RuleBasedStateMachine):
             store = running[data.draw(st.integers(0, len(running) - 1), label="store")]
             self.rig.abort(store, Reason.CANCELLED, ended=False)
 
-    def tick(self, data: st.DataObject) -> None:
-        self.rig.clock.now += data.draw(st.sampled_from([2.0, 6.0]), label="seconds")
+    @rule(seconds=st.sampled_from([2.0, 6.0]))
+    def tick(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
 
     @rule(
         data=st.data(),
