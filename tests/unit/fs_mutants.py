@@ -342,8 +342,8 @@ MUTANTS = [
     Mutant(
         "corrupt file stays charged",
         "_fs_ops.py",
-        "elif self._put_away(key, owner, error.identity):\n            self._books.drop(key, owner)",
-        "elif self._put_away(key, owner, error.identity):\n            pass",
+        "            if removed:\n                self._books.drop(key, owner)",
+        "            if removed:\n                pass",
         "unit/test_fs_hostile.py",
     ),
     Mutant(
