@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -731,6 +734,19 @@ def test_last_store_of_a_busy_time_reaches_the_disk(kit, tmp_path):
             break
         deadline.wait(0.01)
     assert len(files) == 3
+
+
+@pytest.mark.timeout(290)
+def test_same_victims_under_any_hash_seed():
+    """The same operations evict the same chunks in the same order, whatever order vLLM's sets have (invariant 11)."""
+    told = []
+    for seed in ("0", "1", "31337"):
+        command = [sys.executable, "-W", "ignore", "-m", "tests.vllm.victims"]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=True)
+        told.append(done.stdout.strip().splitlines()[-1])
+    assert told[0].count("-") > 100
+    assert told[0] == told[1] == told[2]
 
 
 # -- other versions of vLLM -------------------------------------------------------------------------------------------
