@@ -36,6 +36,8 @@ from tierkv.vllm._spec_types import SlotSpec
 
 logger = logging.getLogger("vllm.tierkv.manager")
 
+_WARN_AGAIN_S = 10.0
+
 
 class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     """See the module.
@@ -81,6 +83,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         self._jobs = Jobs(hierarchy)
         self._sliding = frozenset(group.group_id for group in groups if group.sliding)
         self._many_groups = len(groups) > 1
+        self._n_dropped = 0
+        self._next_warning = 0.0
         self._keep_open()
 
     # -- loads --------------------------------------------------------------------------------------------------
@@ -190,12 +194,17 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     ) -> None:
         """Every rank has reported: commit by stamps. Late ends, of stores from before a reset, are ignored."""
         for job, entries in self._jobs.close_store(keys, self._page()):
-            chunks = [entry.chunk for entry in entries]
-            logger.warning(
-                "%d of %d chunks of a store were dropped: a device copy failed", len(chunks), len(job.entries)
-            )
-            self._note_hole(job.request, chunks)
+            self._note_hole(job.request, [entry.chunk for entry in entries])
+            self._warn_of_drops(len(entries))
         self._send_writes()
+
+    def _warn_of_drops(self, n_chunks: int) -> None:
+        """A broken device fails every copy: one line now and then, with their number."""
+        self._n_dropped += n_chunks
+        now = self._clock()
+        if now >= self._next_warning:
+            logger.warning("%d chunks were not stored: their copies from the device failed", self._n_dropped)
+            self._n_dropped, self._next_warning = 0, now + _WARN_AGAIN_S
 
     def _send_writes(self) -> None:
         """Cascades do not wait for the end of a step: after the last store of a busy time there may be none."""
