@@ -22,6 +22,7 @@ from tierkv.policies.ttl import TTL
 from tierkv.policies.two_q import TwoQ
 from tierkv.protocols import Clock, EvictionPolicy
 from tierkv.settings import parse_count, parse_seconds
+from tierkv.sizes import parse_size
 
 GROUP = "tierkv.policies"
 """Entry points of third parties: a name, and a class or function that makes an order (of the inner order, if any)."""
@@ -81,9 +82,9 @@ def _kinds(clock: Clock) -> Mapping[str, Kind]:
 def _quotas(option: str, stage: Stage) -> tuple[object, ...]:
     """``quota(alice=10GiB, "team b"=5GiB)``, or ``{"type": "quota", "quotas": {...}}``."""
     quotas = stage.named.get("quotas")
-    if not stage.values and len(stage.named) == 1 and isinstance(quotas, Mapping):
-        return (quotas,)
-    if stage.values or not stage.named:
+    if stage.values or len(stage.named) != 1 or not isinstance(quotas, Mapping):
+        quotas = stage.named
+    if stage.values or not quotas:
         written = stage.values[0] if stage.values else None
         raise bad_setting(option, written, "given a size for each tenant by name", "quota(tenant=10GiB)")
-    return (stage.named,)
+    return ({tenant: parse_size(f"{option} of {tenant!r}", size, low=0) for tenant, size in quotas.items()},)

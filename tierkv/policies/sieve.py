@@ -28,7 +28,7 @@ class SIEVE:
     """
 
     def __init__(self) -> None:
-        # A resident chunk is to be met in this lap, by place; or was passed over in it, by place; or is aside, because it
+        # A resident chunk is to be met in this lap, by place; or was passed over in it, by place; or is aside: it
         # was held when it was met. What is aside and held no more waits in the heap.
         self._now: OrderedDict[ChunkKey, Item] = OrderedDict()
         self._later: OrderedDict[ChunkKey, Item] = OrderedDict()
