@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tierkv._level import LevelPlan, Writes
-from tierkv.errors import ConfigError, bad_setting
+from tierkv._mover import MoverLimits
+from tierkv.errors import ConfigError, TierKVError, bad_setting, closest
 from tierkv.protocols import Admission, Bounded, Charging, Chunker, EvictionPolicy, HostTier, Port, ScanTier, Tier
+from tierkv.settings import parse_count, parse_seconds
 from tierkv.sizes import parse_size
 
 
@@ -55,39 +56,114 @@ def plan_of(level: Level, index: int, capacity_nbytes: int, stride_nbytes: int) 
     )
 
 
-def chunk_nbytes_of(given: int | None, chunker: Chunker, device: Port | None) -> int:
-    nbytes = given or getattr(device, "chunk_nbytes", None) or getattr(chunker, "chunk_nbytes", None)
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
-        raise bad_setting("chunk_nbytes", nbytes, "the payload of one chunk in bytes, at least 1", 1)
+def chunk_nbytes_of(given: int | str | None, chunker: Chunker, device: Port | None) -> int:
+    """The slots' payload: what was given, else the device's or the chunker's. Raises ConfigError."""
+    needed = getattr(device, "chunk_nbytes", None) or getattr(chunker, "chunk_nbytes", None)
+    if given is None and needed is None:
+        raise bad_setting("chunk_nbytes", None, "the payload of one chunk in bytes, where the chunker does not say it")
+    nbytes = parse_size("chunk_nbytes", needed if given is None else given)
+    if needed is not None and nbytes < needed:
+        raise bad_setting("chunk_nbytes", given, f"at least the {needed} bytes that a chunk has", needed)
     return nbytes
 
 
 def namespace_of(given: bytes | None, chunker: Chunker) -> bytes:
-    if given is not None:
-        return given
-    namespace = getattr(chunker, "namespace", None)
-    if namespace is None:
-        raise ConfigError("namespace is missing: give TieredCache one, or a chunker that has one")
-    return bytes(namespace.to_bytes())
+    """Canonical bytes of what keys mean anything under. Raises ConfigError."""
+    if given is None:
+        namespace = getattr(chunker, "namespace", None)
+        if namespace is None:
+            raise ConfigError("namespace is missing: give TieredCache one, or a chunker that has one")
+        return bytes(namespace.to_bytes())
+    if not isinstance(given, bytes):
+        raise bad_setting("namespace", given, "bytes", "Namespace(...).to_bytes()")
+    return given
 
 
-def capacities_of(levels: Sequence[Level]) -> list[int]:
+def capacities_of(levels: object, chunk_nbytes: int) -> list[int]:
     """Capacities in bytes, 0 for a tier's own default. Raises ConfigError before anything is opened."""
-    if not levels:
-        raise bad_setting("levels", [], "at least one level")
-    if not isinstance(levels[0].tier, HostTier):
-        raise bad_setting("levels[0].tier", levels[0].tier, "a tier in host memory (CPUTier, MemoryTier)")
+    if isinstance(levels, Level) or not isinstance(levels, (list, tuple)) or not levels:
+        raise bad_setting("levels", levels, "a list of at least one tierkv.Level, fastest first", "[Level(...)]")
+    for i, level in enumerate(levels):
+        _check_level(i, level)
     names = [level.tier.name for level in levels]
-    for name in names:
+    policies = [id(level.policy) for level in levels]
+    for level, name in zip(levels, names, strict=True):
         if names.count(name) > 1:
             raise bad_setting("tier name", name, "different for each level", f"{name}2")
-    capacities = []
-    for level in levels:
-        parse_size(f"{level.tier.name}.queue", level.queue)
-        if level.capacity is None:
-            if not isinstance(level.tier, Bounded):
-                raise bad_setting(f"{level.tier.name}.capacity", None, 'bytes, as an integer or "8GiB"')
-            capacities.append(0)
-        else:
-            capacities.append(parse_size(f"{level.tier.name}.capacity", level.capacity))
-    return capacities
+        if policies.count(id(level.policy)) > 1:
+            nearest = f"a second {type(level.policy).__name__}()"
+            raise bad_setting(f"{name}.policy", level.policy, "an order of this level alone", nearest)
+    return [_capacity_of(level, chunk_nbytes) for level in levels]
+
+
+def _check_level(i: int, level: object) -> None:
+    """Raise ConfigError for what is no level, or has parts that are none."""
+    if not isinstance(level, Level):
+        raise bad_setting(f"levels[{i}]", level, "a tierkv.Level", "Level(tier, policy=LRU(), capacity=...)")
+    tier, policy, admission = level.tier, level.policy, level.admission
+    if not _offers(tier, "open", "contains", "read", "write", "delete", "aclose"):
+        raise bad_setting(f"levels[{i}].tier", tier, "a tier", "CPUTier()")
+    if not _is_text(tier.name):
+        raise bad_setting(f"levels[{i}].tier.name", tier.name, "text", "cpu")
+    if i == 0 and not isinstance(tier, HostTier):
+        raise bad_setting("levels[0].tier", tier, "a tier in host memory (CPUTier, MemoryTier)", "CPUTier()")
+    if not _offers(policy, "on_insert", "on_access", "on_remove", "victims"):
+        raise bad_setting(f"{tier.name}.policy", policy, "an order of tierkv.policies", "LRU()")
+    if admission is not None and not _offers(admission, "admits"):
+        raise bad_setting(f"{tier.name}.admission", admission, "a rule of tierkv.admission, or None", None)
+    if not isinstance(level.writes, Writes):
+        nearest = closest(str(level.writes).upper(), [each.name for each in Writes])
+        raise bad_setting(f"{tier.name}.writes", level.writes, " or ".join(map(str, Writes)), f"Writes.{nearest}")
+
+
+def _capacity_of(level: Level, chunk_nbytes: int) -> int:
+    name = level.tier.name
+    queue_nbytes, least_nbytes = parse_size(f"{name}.queue", level.queue), _charge_of(level.tier, chunk_nbytes)
+    if queue_nbytes < least_nbytes:
+        allowed = f"at least one chunk, which takes {least_nbytes} bytes"
+        raise bad_setting(f"{name}.queue", level.queue, allowed, least_nbytes)
+    if level.capacity is not None:
+        return parse_size(f"{name}.capacity", level.capacity)
+    if not isinstance(level.tier, Bounded):
+        raise bad_setting(f"{name}.capacity", None, 'bytes, as an integer or "8GiB"')
+    return 0
+
+
+def check_rest(
+    *, chunker: object, device: object, on_event: object, limits: MoverLimits | None, clock: object
+) -> MoverLimits:
+    """The limits, once everything that is neither size nor level has been found right. Raises ConfigError."""
+    if not _offers(chunker, "chunks"):
+        raise bad_setting("chunker", chunker, "a chunker", "PrefixChunker(namespace=Namespace(...))")
+    if device is not None and not _offers(device, "attach", "check", "store", "load", "close"):
+        raise bad_setting("device", device, "a device tier, or None", None)
+    if on_event is not None and not callable(on_event):
+        raise bad_setting("on_event", on_event, "a function of one event, or None", None)
+    if not callable(clock):
+        raise bad_setting("clock", clock, "a function that gives seconds", "time.monotonic")
+    limits = MoverLimits() if limits is None else limits
+    if not isinstance(limits, MoverLimits):
+        raise bad_setting("limits", limits, "a tierkv.MoverLimits, or None", "MoverLimits()")
+    return MoverLimits(
+        deadline_s=parse_seconds("limits.deadline_s", limits.deadline_s, 0.001),
+        n_batches=parse_count("limits.n_batches", limits.n_batches, 1, 1_024),
+        batch_nbytes=parse_size("limits.batch_nbytes", limits.batch_nbytes),
+        breaker_failures=parse_count("limits.breaker_failures", limits.breaker_failures, 1, 1_000_000),
+        breaker_cooldown_s=parse_seconds("limits.breaker_cooldown_s", limits.breaker_cooldown_s),
+    )
+
+
+def _offers(value: object, *names: str) -> bool:
+    """Whether it is an object, not a class, with all these methods."""
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _charge_of(tier: Tier, chunk_nbytes: int) -> int:
+    try:
+        return tier.charge_nbytes(chunk_nbytes) if isinstance(tier, Charging) else chunk_nbytes
+    except TierKVError:  # it can tell once it is open
+        return chunk_nbytes

@@ -20,7 +20,7 @@ from tierkv._lease import Lease, Pins
 from tierkv._ledger import PENDING, READY, Entry
 from tierkv._mover import MoverLimits, padded_nbytes
 from tierkv._ports import HostPort, uncancelled
-from tierkv._setup import Level, capacities_of, chunk_nbytes_of, namespace_of, plan_of
+from tierkv._setup import Level, capacities_of, check_rest, chunk_nbytes_of, namespace_of, plan_of
 from tierkv.errors import ClosedError, bad_setting
 from tierkv.protocols import (
     Chunker,
@@ -66,7 +66,8 @@ class TieredCache:
         chunker: cuts tokens into chunks and names them.
         levels: fastest first; the first in host memory.
         device: copies between the device's blocks and host slots. Without one, ``store`` and ``load`` take buffers.
-        chunk_nbytes: payload of the largest chunk; by default the chunker's or the device's.
+        chunk_nbytes: payload of the largest chunk in bytes, or text such as "1MiB"; by default the chunker's or
+            the device's.
         namespace: identity under which keys mean anything; by default the chunker's.
         on_event: told of each chunk that became readable at a level or stopped being so; on the loop, must not block.
         limits: deadlines and parallelism of transfers.
@@ -82,21 +83,21 @@ class TieredCache:
         chunker: Chunker,
         levels: Sequence[Level],
         device: Port | None = None,
-        chunk_nbytes: int | None = None,
+        chunk_nbytes: int | str | None = None,
         namespace: bytes | None = None,
         on_event: Callable[[Event], None] | None = None,
         limits: MoverLimits | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        self._limits = check_rest(chunker=chunker, device=device, on_event=on_event, limits=limits, clock=clock)
         self._chunker = chunker
-        self._levels = tuple(levels)
         self._port: Port = HostPort() if device is None else device
         self._blocks_per_chunk: int | None = None if device is None else getattr(chunker, "blocks_per_chunk", 1)
         self._chunk_nbytes = chunk_nbytes_of(chunk_nbytes, chunker, device)
         self._namespace = namespace_of(namespace, chunker)
-        self._capacities = capacities_of(self._levels)
+        self._capacities = capacities_of(levels, self._chunk_nbytes)
+        self._levels = tuple(levels)
         self._on_event = on_event
-        self._limits = limits or MoverLimits()
         self._clock = clock
         self._stride_nbytes = padded_nbytes(self._chunk_nbytes)
         self._driver: Driver | None = None
@@ -118,7 +119,10 @@ class TieredCache:
             ]
         except BaseException:
             for tier in reversed(opened):
-                await tier.aclose()
+                try:
+                    await tier.aclose()
+                except Exception as error:  # noqa: BLE001 - what kept it from opening is what counts
+                    _log.warning("%s: closing raised %r", tier.name, error)
             raise
         tiers = [level.tier for level in self._levels]
         self._driver = Driver(
@@ -173,6 +177,9 @@ class TieredCache:
 
     def chunks(self, tokens: Sequence[int], *, extra: bytes = b"", tenant: str = "") -> list[Chunk]:
         """The chunks of these tokens, found or not. Pure."""
+        if not isinstance(tenant, str):
+            msg = f"tenant must be text, not {type(tenant).__name__}"
+            raise TypeError(msg)
         return [
             chunk._replace(nbytes=chunk.nbytes or self._chunk_nbytes, tenant=tenant)
             for chunk in self._chunker.chunks(tokens, extra=extra)

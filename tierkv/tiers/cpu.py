@@ -42,6 +42,12 @@ class CPUTier:
         self, *, name: str = "cpu", shared_id: str | None = None, role: str = "worker", rank: int = 0,
         join_deadline_s: float = 60.0, populate: bool = True, pool: SlotMapping | None = None,
     ) -> None:  # fmt: skip
+        if not _is_text(name):
+            raise bad_setting("CPUTier.name", name, "text", "cpu")
+        if shared_id is not None and not _is_text(shared_id):
+            raise bad_setting(f"{name}.shared_id", shared_id, "text that only this engine has, or None", None)
+        if not isinstance(populate, bool):
+            raise bad_setting(f"{name}.populate", populate, "True or False", bool(populate))
         if role not in _ROLES:
             raise bad_setting(f"{name}.role", role, " or ".join(_ROLES), _ROLES[0])
         if shared_id is not None and pool is not None:
@@ -200,6 +206,10 @@ class CPUTier:
     def _too_short(self, key: ChunkKey, buffer: memoryview, nbytes: int) -> Outcome:
         error = ChunkSizeError(f"{self._name}: a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
         return Outcome(key, Status.FAILED, Reason.TIER_ERROR, error)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 async def _in_thread(pool: SlotMapping) -> None:
