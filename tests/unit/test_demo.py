@@ -75,7 +75,10 @@ def test_a_disk_too_small_for_it_all_is_never_exceeded(tmp_path: Path) -> None:
         (["--sessions", "many"], "--sessions is 'many', but must be a whole number from 1 to 1000"),
         (["--memory", "1KiB"], "--memory is '1 KiB', but must be room for 5 whole conversations"),
         (["--memory", "8 parsecs"], "--memory is '8 parsecs', but must be"),
+        (["--memory", "8PiB"], "--memory is "),
+        (["--sessions", ""], "--sessions is ''"),
         (["--disk", "8EiB"], "but must be"),
+        (["--disk", "1"], "--disk is '1 B', but must be room for one chunk"),
         (["--chunk", "-1"], "--chunk"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--root", "/dev/null/x"], "--root is '/dev/null/x', but must be a directory that can be made"),
@@ -89,6 +92,16 @@ def test_a_wrong_option_is_one_sentence(tmp_path: Path, arguments: list[str], se
     assert len(run.stderr.splitlines()) == 1
     assert not run.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_root_that_the_machine_refuses_is_one_sentence(tmp_path: Path) -> None:
+    """A read-only disk, a full one, a directory where the lock belongs: the system's words, and no traceback."""
+    (tmp_path / "root" / "tierkv.lock").mkdir(parents=True)
+    run = _demo(tmp_path, "--quick", "--root", str(tmp_path / "root"))
+    assert run.returncode == 1
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    assert "Is a directory" in run.stderr
+    assert str(tmp_path / "root") in run.stderr
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_from(arguments: argparse.Namespace) -> Plan:
     """Check the options. Raises ConfigError; nothing is created here."""
     given = {
-        name: getattr(arguments, name) or (quick if arguments.quick else default)
+        name: (quick if arguments.quick else default) if getattr(arguments, name) is None else getattr(arguments, name)
         for name, (_, default, quick, _) in _OPTIONS.items()
     }
     workload = Workload(
@@ -81,6 +81,9 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
 
 def _check_room(plan: Plan) -> None:
     """Refuse sizes that cannot work on this machine."""
+    from tierkv.tiers._fs_mount import least_capacity_nbytes  # noqa: PLC0415 - needs the extra fs, as does the run
+    from tierkv.tiers._memory_limits import check_memory  # noqa: PLC0415
+
     work = plan.workload
     longest = max(len(work.answered(work.n_turns - 1, session)) for session in range(work.n_sessions))
     # What is promoted must be able to stay until it was used, for all that ask at once.
@@ -88,6 +91,11 @@ def _check_room(plan: Plan) -> None:
     if plan.memory_nbytes < needed_nbytes:
         allowed = f"room for {plan.n_at_once + 1} whole conversations"
         raise bad_setting("--memory", format_size(plan.memory_nbytes), allowed, format_size(needed_nbytes))
+    check_memory("--memory", plan.memory_nbytes)
+    least_nbytes = least_capacity_nbytes(plan.chunk_nbytes)
+    if plan.disk_nbytes < least_nbytes:
+        allowed = "room for one chunk with its header, a lock file and an index"
+        raise bad_setting("--disk", format_size(plan.disk_nbytes), allowed, format_size(least_nbytes))
     there = os.path.abspath(plan.root_dir)
     while not os.path.exists(there):
         there = os.path.dirname(there)
@@ -125,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _made_directory(path: str) -> str:
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        os.makedirs(os.path.realpath(path) if path else path, mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--root is {path!r}, but must be a directory that can be made: {error.strerror}") from None
     return path

@@ -38,6 +38,10 @@ def main() -> int:
     except TierKVError as error:
         _send(Failed(str(error), usage=isinstance(error, ValueError)))
         return 1
+    except OSError as error:
+        # The machine's fault, not ours: a read-only or full disk, no descriptors left. Its own words say enough.
+        _send(Failed(f"the cache could not open: {error}", usage=False))
+        return 1
     except asyncio.CancelledError:
         return 1  # the demo is gone
     return 0
