@@ -24,7 +24,7 @@ from tests.property.test_ledger_machine import CAPACITY, LedgerMachine, charge_o
 from tests.property.world import SLOT, ManualClock
 from tierkv._ledger import Ledger
 from tierkv.policies import ARC, FIFO, LFU, LRU, MQ, S3FIFO, SIEVE, TTL, LeafFirst, Quota, TwoQ, _stamp_heap
-from tierkv.protocols import EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import BatchEvicting, EvictionPolicy, Expiring, PinAware
 from tierkv.types import Chunk, ChunkKey
 
 Maker = Callable[[ManualClock], Any]
@@ -182,6 +182,15 @@ class PolicyMachine(RuleBasedStateMachine):
             if i not in keep:
                 self.policy.on_remove(key, evicted=True)
                 self.tree.remove(key)
+
+    @precondition(lambda self: isinstance(self.policy, BatchEvicting))
+    @rule(n=st.integers(0, 5))
+    def evict_batch(self, n: int) -> None:
+        """Many at once are the same as one by one."""
+        expected = list(islice(self.policy.victims(), n))
+        assert self.policy.evict(n) == expected
+        for key in expected:
+            self.tree.remove(key)
 
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: ChunkKey) -> None:

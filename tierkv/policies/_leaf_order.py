@@ -240,6 +240,8 @@ class LeafOrder:
             self._heap.add(node)
 
     def _put_aside(self) -> None:
+        if not self._met:
+            return
         met, self._met = self._met, []
         for node in met:
             if (node.held or node.n_children) and self._line.get(node.key) is node:

@@ -65,11 +65,12 @@ class StampHeap(Generic[T]):
 
     def begin(self) -> int:
         """Begin an iteration: put back what the one before took and nobody removed. Returns its number."""
-        taken, self._taken = self._taken, []
-        for entry in taken:
-            if entry[2] is not None:
-                entry[0] = entry[2].stamp
-                heappush(self.entries, entry)
+        if self._taken:
+            taken, self._taken = self._taken, []
+            for entry in taken:
+                if entry[2] is not None:
+                    entry[0] = entry[2].stamp
+                    heappush(self.entries, entry)
         self.turn += 1
         return self.turn
 
