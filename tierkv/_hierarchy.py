@@ -328,9 +328,11 @@ class Hierarchy(Flow):
 
     def _expel(self, level: LevelBooks, chunk: Chunk, charge_nbytes: int) -> None:
         """Have the tier delete a chunk that the ledger never knew, and that nobody was told of."""
-        entry = level.ledger.insert_found(chunk, charge_nbytes, owned=True)
-        assert entry is not None, "only called for unknown keys"
-        level.ledger.remove(entry, evicted=False)
+        entry = level.stuck.get(chunk.key)  # a deletion that failed, to be tried again
+        if entry is None:
+            entry = level.ledger.insert_found(chunk, charge_nbytes, owned=True)
+            assert entry is not None, "only called for unknown keys"
+            level.ledger.remove(entry, evicted=False)
         level.leaving[chunk.key] = entry
         self._settle(level, entry)
 
@@ -346,13 +348,14 @@ class Hierarchy(Flow):
             if chunk is None:
                 chunk = bare(item.key, min(item.charge_nbytes, self.levels[0].plan.slot_nbytes))
             if level.purging and item.owned and level.ledger.get(item.key) is None:
+                if (waiting := level.waiting.pop(item.key, None)) is not None:
+                    self._refuse(level, waiting, Reason.BUSY)
                 self._expel(level, chunk, item.charge_nbytes)
                 level.n_quiet = 0
                 continue
             if level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned) is not None:
                 self._emit(level, EventKind.STORED, chunk)
-            waiting = level.waiting.pop(item.key, None)
-            if waiting is not None:  # what should have been written is there
+            if (waiting := level.waiting.pop(item.key, None)) is not None:  # what should have been written is there
                 level.counts.present += 1
                 self._forget(level, waiting)
             if item.key in level.stuck and (entry := level.ledger.get(item.key)) and entry.owned and entry.stored:

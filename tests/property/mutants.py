@@ -205,7 +205,7 @@ MUTANTS = [
     Mutant(
         "what a scan finds is written all the same",
         HIERARCHY,
-        "            if waiting is not None:  # what should",
+        "            if (waiting := level.waiting.pop(item.key, None)) is not None:  # what should",
         "            if False:  # what should",
     ),
     Mutant(

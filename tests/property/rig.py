@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tests.property.world import BY_KEY, KEYS, SLOT, File, ManualClock, Medium, SecondOffer, content, make_policy
-from tierkv._hierarchy import ABSENT, Hierarchy
+from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import LevelPlan, Writes
 from tierkv.types import ChunkKey, Event, EventKind, Found, Outcome, Reason, Status, Transfer, TransferKind
@@ -49,6 +49,8 @@ class Lower:
         self.medium = Medium()
         self.share_nbytes = setup.capacity_nbytes
         self.writable = setup.scanned
+        self.hidden: set[ChunkKey] = set()
+        """Files of an earlier process that the scan has not reached."""
         self.stuck: dict[ChunkKey, int] = {}
         """Keys whose latest deletion failed, and their charges: on the medium, though the index has forgotten them."""
 
@@ -65,6 +67,8 @@ class Lower:
             charge=rounded_charge if self.setup.rounded else None,
             queue_nbytes=self.setup.queue_nbytes,
             writable=lambda: self.writable,
+            settled=lambda _: self.writable,  # a scan that has come to its end knows both
+            scans=True,
             share=lambda: self.share_nbytes,
             high_water=low_water / 2,
             low_water=low_water,
@@ -248,7 +252,8 @@ class Rig:
             entry = level.ledger.get(key)
             if (index, key) in self.ready and level.open and entry is not None and not level.ledger.expired(entry):
                 return index
-        return ABSENT
+        probed = any(level.open and not level.plan.settled(key) for level in self.h.levels[1:])
+        return UNSETTLED if probed else ABSENT
 
     def check_holds(self) -> None:
         """Each hold is a lease's, a copy's or a waiting write's, and each of those has one."""
@@ -337,6 +342,7 @@ class Rig:
             self.lowers[transfer.source - 1].medium.lose(key)
             return Status.CORRUPT
         lower.medium.owned[key] = File(data, lower.charge(transfer.chunk.nbytes))
+        lower.hidden.discard(key)
         lower.stuck.pop(key, None)
         return Status.OK
 
@@ -345,9 +351,10 @@ class Rig:
         if fault in (Status.FAILED, Status.REFUSED, Status.CORRUPT):
             lower.stuck[key] = self.h._flights[transfer.id].source.charge_nbytes
             return Status.FAILED
-        there = lower.medium.owned.pop(key, None)
+        there = lower.medium.owned.pop(key, None) or key in lower.hidden
+        lower.hidden.discard(key)
         lower.stuck.pop(key, None)
-        return Status.OK if there is not None else Status.MISSING
+        return Status.OK if there else Status.MISSING
 
     def miss_deadline(self, flying: Flying) -> None:
         flying.past_deadline = True
@@ -362,7 +369,11 @@ class Rig:
         """A scan reports files (key, owned, whole record): new ones, and such as the ledger knows in any state."""
         level, lower = self.h.levels[index], self.lowers[index - 1]
         found = []
+        unknown = {key for key, owned, _ in items if owned and level.ledger.get(key) is None}
+        purging = level.purging
         for key, owned, whole in items:
+            if owned:
+                lower.hidden.discard(key)
             chunk, entry = BY_KEY[key], level.ledger.get(key)
             medium = lower.medium
             charge = medium.owned[key].charge_nbytes if key in medium.owned else lower.charge(chunk.nbytes)
@@ -375,6 +386,8 @@ class Rig:
                     medium.foreign.setdefault(key, File(content(key), charge))
             found.append(Found(key, charge, owned, chunk if whole else None))
         self.call(lambda h, _: h.absorb(index, found))
+        told = {e.key for e in self.fresh_events if e.level == index and e.kind is EventKind.STORED}
+        assert not purging or not told & (unknown - {key for key, owned, _ in items if not owned}), "reset means reset"
 
     def abort(self, store: Store, reason: Reason, *, ended: bool = True) -> None:
         """The device's copy into a slot failed, or (not ended) is given up while it runs."""

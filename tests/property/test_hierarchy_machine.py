@@ -58,7 +58,10 @@ class HierarchyMachine(RuleBasedStateMachine):
         self.guards: list[list[ChunkKey]] = []
         self.rig = Rig(n_slots, policy, lowers, low_water)
         left = data.draw(st.lists(st.sampled_from(KEYS), max_size=6), label="left by an earlier process")
-        self.rig.absorb(1, [(key, True, False) for key in left])
+        if self.rig.lowers[0].writable:
+            self.rig.absorb(1, [(key, True, False) for key in left])
+        else:
+            self.rig.lowers[0].hidden.update(left)
         for part in data.draw(st.lists(requests, max_size=4), label="stored before"):
             self.serve(part)
 
@@ -250,8 +253,15 @@ class HierarchyMachine(RuleBasedStateMachine):
         rig = self.rig
         keys = data.draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3), label="keys")
         lost = {(i, key) for i in range(rig.n_levels) for key in keys}
+        foreign = {(i, e.key) for i, level in enumerate(rig.h.levels) for e in level.ledger if not e.owned}
         rig.call(lambda h, _: h.delete(keys), may_lose=lost)
         assert all(rig.h.find(key) < 0 for key in keys)
+        for index, lower in enumerate(rig.lowers, 1):
+            doomed = {f.transfer.chunk.key for f in rig.flying.values() if f.transfer.kind is TransferKind.DELETE}
+            unseen = {key for key in lower.hidden & set(keys) if (index, key) not in foreign}
+            assert lower.writable or unseen <= doomed | set(rig.h.levels[index].leaving), (
+                "a scan brings it back no more"
+            )
 
     def reset(self, data: st.DataObject) -> None:
         rig = self.rig
