@@ -14,7 +14,7 @@ from tierkv.protocols import Chunker
 from tierkv.testing import ConformanceError, check_chunker
 
 FEW = settings(max_examples=50)
-NO_SHRINKING = settings(max_examples=300, phases=[Phase.generate], database=None, derandomize=True)
+NO_SHRINKING = settings(max_examples=100, phases=[Phase.generate], database=None, derandomize=True)
 HERE = Namespace(model="m")
 
 CHUNKERS: dict[str, Callable[[], Chunker]] = {

@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from tests.conformance import planted_policies as planted
 from tierkv.testing import ConformanceError, ManualClock, check_policy
 
-NO_SHRINKING = settings(max_examples=300, phases=[Phase.generate], database=None, derandomize=True)
+NO_SHRINKING = settings(max_examples=200, phases=[Phase.generate], database=None, derandomize=True)
 
 FAULTS: dict[type[planted.InOrder | planted.TakesAncestorsOfTheHeld], tuple[str, dict[str, Any]]] = {
     planted.NamesTwice: ("names a key once", {}),

@@ -21,6 +21,9 @@ _TOKENS: Final = st.lists(_TOKEN, max_size=80) | st.lists(_TOKEN, min_size=33, m
 _EXTRAS: Final = st.sampled_from([b"", b"lora", b"lora\0", b"\0"]) | st.binary(max_size=8)
 
 
+_Rule = Callable[[Callable[[], Chunker], st.DataObject], None]
+
+
 def check_chunker(factory: Callable[[], Chunker], *, settings: hypothesis_settings | None = None) -> Report:
     """Try a chunker with token sequences and their prefixes; raise ConformanceError where it breaks a promise.
 
@@ -35,69 +38,81 @@ def check_chunker(factory: Callable[[], Chunker], *, settings: hypothesis_settin
     Raises:
         ConformanceError: with the rule, and with Hypothesis's example as notes.
     """
-    settings = quiet(settings)
+    require(factory().chunks(list(range(1, 4097))), "4,096 tokens give at least one chunk")
+    for rule in _RULES:
+        _try(rule, factory, quiet(settings))
+    return Report(tuple(rule.__name__.replace("_", " ") for rule in _RULES))
 
+
+def _try(rule: _Rule, factory: Callable[[], Chunker], settings: hypothesis_settings) -> None:
     @settings
-    @given(_TOKENS, _EXTRAS)
-    def a_result_is_well_formed(tokens: list[int], extra: bytes) -> None:
-        chunks = factory().chunks(tokens, extra=extra)
-        _check_form(chunks, len(tokens))
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        rule(factory, data)
 
-    @settings
-    @given(_TOKENS, _EXTRAS)
-    def the_same_input_gives_the_same(tokens: list[int], extra: bytes) -> None:
-        chunker = factory()
-        chunks = list(chunker.chunks(tokens, extra=extra))
-        require(list(chunker.chunks(tokens, extra=extra)) == chunks, "a chunker is pure: asked twice it says the same")
-        require(list(factory().chunks(tuple(tokens), extra=extra)) == chunks, "equal chunkers say the same", tokens)
-        with _other_hash_seed():
-            other = list(factory().chunks(tokens, extra=extra))
-        require(other == chunks, "keys are the same in every process; these depend on hash()", tokens)
+    with plainly():
+        holds()
 
-    @settings
-    @given(_TOKENS, _TOKENS, _EXTRAS)
-    def longer_input_extends(tokens: list[int], more: list[int], extra: bytes) -> None:
-        chunker = factory()
-        whole = [chunk for chunk in chunker.chunks(tokens, extra=extra) if not chunk.partial]
-        tails = {chunk.key for chunk in chunker.chunks(tokens, extra=extra) if chunk.partial}
-        longer = [chunk for chunk in chunker.chunks(tokens + more, extra=extra) if not chunk.partial]
-        for group in {chunk.group for chunk in whole}:
-            before, after = _of(group, whole), _of(group, longer)
-            require(
-                after[: len(before)] == before, "longer input extends the result and never changes it", before, after
-            )
-        both = tails & {chunk.key for chunk in longer}
-        require(not both, "a partial chunk's key is no whole chunk's", *both)
 
-    @settings
-    @given(_TOKENS.filter(len), st.data(), _EXTRAS)
-    def another_token_is_another_key(tokens: list[int], data: st.DataObject, extra: bytes) -> None:
-        chunker = factory()
-        borders = [chunk.end_token - before for chunk in chunker.chunks(tokens, extra=extra) for before in (1, 0)]
-        inside = [at for at in borders if at < len(tokens)]
-        anywhere = st.integers(0, len(tokens) - 1)
-        at = data.draw(st.sampled_from(inside) | anywhere if inside else anywhere, label="position")
-        changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
-        _check_change(chunker.chunks(tokens, extra=extra), chunker.chunks(changed, extra=extra), at)
+def a_result_is_well_formed(factory: Callable[[], Chunker], data: st.DataObject) -> None:
+    tokens, extra = data.draw(_TOKENS, label="tokens"), data.draw(_EXTRAS, label="extra")
+    _check_form(factory().chunks(tokens, extra=extra), len(tokens))
 
-    @settings
-    @given(_TOKENS, _EXTRAS, _EXTRAS)
-    def another_extra_is_another_key(tokens: list[int], extra: bytes, other: bytes) -> None:
-        chunker = factory()
-        keys = {chunk.key for chunk in chunker.chunks(tokens, extra=extra)}
-        same = keys & {chunk.key for chunk in chunker.chunks(tokens, extra=other)}
-        require(extra == other or not same, "another extra gives other keys", extra, other)
 
-    rules = (
-        a_result_is_well_formed, the_same_input_gives_the_same, longer_input_extends, another_token_is_another_key,
-        another_extra_is_another_key,
-    )  # fmt: skip
-    for rule in rules:
-        with plainly():
-            rule()
-    cut = factory().chunks(list(range(1, 4097)))
-    require(cut, "4,096 tokens give at least one chunk")
-    return Report(tuple(rule.__name__.replace("_", " ") for rule in rules))
+def the_same_input_gives_the_same(factory: Callable[[], Chunker], data: st.DataObject) -> None:
+    tokens, extra = data.draw(_TOKENS, label="tokens"), data.draw(_EXTRAS, label="extra")
+    chunker = factory()
+    chunks = list(chunker.chunks(tokens, extra=extra))
+    require(list(chunker.chunks(tokens, extra=extra)) == chunks, "a chunker is pure: asked twice it says the same")
+    require(list(factory().chunks(tuple(tokens), extra=extra)) == chunks, "equal chunkers say the same", tokens)
+    with _other_hash_seed():
+        other = list(factory().chunks(tokens, extra=extra))
+    require(other == chunks, "keys are the same in every process; these depend on hash()", tokens)
+
+
+def longer_input_extends(factory: Callable[[], Chunker], data: st.DataObject) -> None:
+    tokens, more = data.draw(_TOKENS, label="tokens"), data.draw(_TOKENS, label="more")
+    extra = data.draw(_EXTRAS, label="extra")
+    chunker = factory()
+    chunks = chunker.chunks(tokens, extra=extra)
+    whole = [chunk for chunk in chunks if not chunk.partial]
+    longer = [chunk for chunk in chunker.chunks(tokens + more, extra=extra) if not chunk.partial]
+    for group in {chunk.group for chunk in whole}:
+        before, after = _of(group, whole), _of(group, longer)
+        extends = after[: len(before)] == before
+        require(extends, "longer input extends the result and never changes it", before, after)
+    both = {chunk.key for chunk in chunks if chunk.partial} & {chunk.key for chunk in longer}
+    require(not both, "a partial chunk's key is no whole chunk's", *both)
+
+
+def another_token_is_another_key(factory: Callable[[], Chunker], data: st.DataObject) -> None:
+    """Any token, but most often one beside a chunk's end."""
+    tokens, extra = data.draw(_TOKENS.filter(len), label="tokens"), data.draw(_EXTRAS, label="extra")
+    chunks = factory().chunks(tokens, extra=extra)
+    beside = [
+        chunk.end_token - before for chunk in chunks for before in (1, 0) if chunk.end_token - before < len(tokens)
+    ]
+    anywhere = st.integers(0, len(tokens) - 1)
+    at = data.draw(st.sampled_from(beside) | anywhere if beside else anywhere, label="position")
+    changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]
+    _check_change(chunks, factory().chunks(changed, extra=extra), at)
+
+
+def another_extra_is_another_key(factory: Callable[[], Chunker], data: st.DataObject) -> None:
+    tokens = data.draw(_TOKENS, label="tokens")
+    extra, other = data.draw(_EXTRAS, label="extra"), data.draw(_EXTRAS, label="other extra")
+    keys = {chunk.key for chunk in factory().chunks(tokens, extra=extra)}
+    same = keys & {chunk.key for chunk in factory().chunks(tokens, extra=other)}
+    require(extra == other or not same, "another extra gives other keys", extra, other)
+
+
+_RULES: Final[tuple[_Rule, ...]] = (
+    a_result_is_well_formed,
+    the_same_input_gives_the_same,
+    longer_input_extends,
+    another_token_is_another_key,
+    another_extra_is_another_key,
+)
 
 
 def _of(group: int, chunks: Sequence[Chunk]) -> list[Chunk]:

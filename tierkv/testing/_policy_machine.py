@@ -144,10 +144,10 @@ class PolicyMachine(RuleBasedStateMachine):
                 twin.release(CHUNKS[key])
 
     @precondition(lambda self: self.clock is not None)
-    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(by_s=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
+    def time_passes(self, by_s: float) -> None:
         assert self.clock is not None
-        self.clock.advance(seconds)
+        self.clock.advance(by_s)
 
     @property
     def now_s(self) -> float:

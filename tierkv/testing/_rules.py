@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn
+
+from hypothesis.errors import Flaky
+
+_FLAKY: Final = (
+    "the same calls give the same answers; here they did not when they were made again: it depends on something else "
+    "(identity, time, state that instances share)"
+)
 
 
 class ConformanceError(AssertionError):
@@ -35,14 +42,13 @@ def fail(rule: str, *seen: object) -> NoReturn:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Of a group that Hypothesis raises (several failures, or one that comes and goes) raise the broken rule."""
+    """Of a group that Hypothesis raises raise the broken rule; what it calls flaky is a rule broken, too."""
     try:
         yield
+    except Flaky as error:
+        raise _first(error) or ConformanceError(_FLAKY) from error
     except BaseExceptionGroup as group:
-        broken = _first(group)
-        if broken is None:
-            raise
-        raise broken from group
+        raise _first(group) or group from group
 
 
 def _first(error: BaseException) -> ConformanceError | None:
