@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from vllm.v1.kv_offload.base import Medium, TierFilter, TierMatcher
 
-from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of, offloading_config
+from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of
 from tierkv.types import Reason, Status
 from tierkv.vllm import _compat, _metrics
 from tierkv.vllm._control import Direction
@@ -789,15 +789,24 @@ def test_windows_are_told_by_033():
     assert _compat.sliding_groups(Config()) == frozenset({1})
 
 
+class GroupBefore033:
+    def __init__(self, group_id: int) -> None:
+        self.group_id = group_id
+
+
+class ConfigBefore033:
+    groups = (GroupBefore033(0), GroupBefore033(1))
+
+
 def test_windows_are_found_at_the_caller_before():
     """Until then whoever makes the manager holds the KV-cache configuration, and it is read there."""
     from tests.vllm.scheduler_rig import cache_config
 
     kv_cache_config = cache_config(8, two_groups=True)
-    assert _compat.sliding_groups(offloading_config({}, n_groups=2)) == frozenset({1})
+    assert _compat.sliding_groups(ConfigBefore033()) == frozenset({1})
     del kv_cache_config
 
 
 def test_windows_of_an_unknown_caller_count_as_prefix_groups():
     """If nobody tells, nothing wrong is served: every group is taken for a prefix group."""
-    assert _compat.sliding_groups(offloading_config({}, n_groups=2)) == frozenset()
+    assert _compat.sliding_groups(ConfigBefore033()) == frozenset()
