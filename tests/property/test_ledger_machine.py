@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ManualClock, ancestors, make_policy
 from tierkv._ledger import GONE, PENDING, READY, Entry, Ledger, State
@@ -243,8 +250,11 @@ class LedgerMachine(RuleBasedStateMachine):
         assert not len(self.ledger) and not self.ledger.n_gone and not list(self.policy.victims())
 
 
-@pytest.mark.parametrize("slotted", [True, False], ids=["slots", "bytes"])
-@pytest.mark.parametrize("policy", ["lru", "fifo", "in_order"])
+@pytest.mark.parametrize(
+    ("policy", "slotted"),
+    [("lru", True), ("lru", False), ("fifo", True), ("in_order", False)],
+    ids=["lru-slots", "lru-bytes", "fifo-slots", "in_order-bytes"],
+)
 def test_ledger_agrees_with_its_model(policy: str, slotted: bool) -> None:
     """Whatever is called in whatever order, the books are what a recount says (A5), for each kind of policy."""
     machine = type("Machine", (LedgerMachine,), {"policy_name": policy, "slotted": slotted})
