@@ -98,6 +98,7 @@ class TestIdentity:
         other = make_model(tmp_path / "other", ModelSpec(seed=1))
         assert len({digest(models()), with_draft(models()), with_draft(other), None}) == 4
 
+    @pytest.mark.timeout(240)  # another process imports vLLM
     def test_every_process_says_the_same(self, models):
         """Whatever PYTHONHASHSEED."""
         code = (
@@ -105,13 +106,12 @@ class TestIdentity:
             "from tests.vllm.test_identity import digest\n"
             "print('@@', digest(sys.argv[1]).hex())"
         )
-        for seed in ("0", "1"):
-            environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.getcwd()}
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", code, models()],
-                env=environment, capture_output=True, text=True, timeout=200, check=True,
-            )  # fmt: skip
-            assert done.stdout.split("@@")[1].strip() == digest(models()).hex()
+        environment = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code, models()],
+            env=environment, capture_output=True, text=True, timeout=200, check=True,
+        )  # fmt: skip
+        assert done.stdout.split("@@")[1].strip() == digest(models()).hex()
 
 
 class TestWeights:
