@@ -160,12 +160,31 @@ class NeverForgets(InOrder):
             self.ghosts.add(key)
 
 
+class EvictsTheWrongEnd(InOrder):
+    """Many at once are others than one by one."""
+
+    def evict(self, n_chunks: int) -> list[ChunkKey]:
+        chosen = list(self.victims())[-n_chunks:]
+        for key in chosen:
+            self.on_remove(key, evicted=True)
+        return chosen
+
+
+class EvictsAndKeeps(InOrder):
+    """Many at once are named and not forgotten."""
+
+    def evict(self, n_chunks: int) -> list[ChunkKey]:
+        return list(self.victims())[:n_chunks]
+
+
 class HeadFirst(InOrder):
     """Claims to be an order of leaves, and is in order of insertion: a head before its tail."""
 
 
 class TakesAncestorsOfTheHeld(LRU):
     """An order of leaves that names what stands before a held chunk."""
+
+    evict = None  # type: ignore[assignment]  # it cannot let many go at once
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Final
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, PinAware
 from tierkv.testing._clock import ManualClock
 from tierkv.testing._keys import Counted, counted
 from tierkv.testing._policy_machine import policy_machine
@@ -63,6 +63,7 @@ def check_policy(
         "forgets deletes": forgets,
         "asking changes nothing": pure,
         "PinAware": isinstance(policy, PinAware),
+        "BatchEvicting": isinstance(policy, BatchEvicting),
         "CommitAware": isinstance(policy, CommitAware),
         "Expiring": isinstance(policy, Expiring),
     }

@@ -46,6 +46,11 @@ class PolicyMachine(RuleBasedStateMachine):
             *([Twin(make(), "being asked for victims changes it")] if self.pure else []),
             Twin(make(), "its order depends on hashes of keys, hence on the hash seed", salted),
         ]
+        self.at_once: Twin | None = None
+        """A twin whose victims leave in one call, where the order can do that."""
+        if self.main.batches is not None and self.main.pins is not None:
+            self.at_once = Twin(make(), "evict() takes others than victims() names")
+            self.twins.append(self.at_once)
         if self.forgets:
             self.twins.append(Twin(make(), "it remembers a chunk that was deleted, not evicted", self.renamed))
         self.resident: dict[ChunkKey, Chunk] = {}
@@ -164,8 +169,12 @@ class PolicyMachine(RuleBasedStateMachine):
         for twin in self.twins[1:]:
             other = self.choose(twin, n, unwanted)
             require(other == chosen, f"the same calls give the same victims; {twin.difference}", chosen, other)
+        gone = None
+        if self.at_once is not None and not unwanted:
+            gone, taken = self.at_once, self.at_once.evict(n)
+            require(taken == chosen, "evict() takes what victims() names first, in order", taken, chosen)
         for key in chosen:
-            self.leave(key, evicted=True)
+            self.leave(key, evicted=True, gone=gone)
 
     def trim(self) -> None:
         """A level removes all that has expired before it evicts; in which order makes no difference."""
@@ -199,9 +208,11 @@ class PolicyMachine(RuleBasedStateMachine):
         if back:
             self.find(CHUNKS[key])
 
-    def leave(self, key: ChunkKey, *, evicted: bool) -> None:
+    def leave(self, key: ChunkKey, *, evicted: bool, gone: Twin | None = None) -> None:
+        """The chunk leaves; ``gone`` has let it go by itself already."""
         for twin in self.twins:
-            twin.remove(CHUNKS[key], evicted=evicted)
+            if twin is not gone:
+                twin.remove(CHUNKS[key], evicted=evicted)
         if not evicted:
             self.renamed.deleted(key)
         del self.resident[key], self.born_s[key]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import islice
 from typing import Final
 
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, PinAware
 from tierkv.testing._requests import LONERS
 from tierkv.testing._rules import require
 from tierkv.types import Chunk, ChunkKey
@@ -23,6 +23,7 @@ class Twin:
         self.difference = difference
         self.pins = policy if isinstance(policy, PinAware) else None
         self.commits = policy if isinstance(policy, CommitAware) else None
+        self.batches = policy if isinstance(policy, BatchEvicting) else None
         self.expiring = policy if isinstance(policy, Expiring) else None
         self._translate = translate or (lambda chunk: chunk)
         self._names: dict[bytes, ChunkKey] = {}
@@ -74,6 +75,11 @@ class Twin:
             close = getattr(order, "close", None)
             if close is not None:
                 close()
+
+    def evict(self, n_chunks: int) -> list[ChunkKey]:
+        """Let the first victims go in one call; only where the order can."""
+        assert self.batches is not None
+        return [self._names[bytes(key)] for key in self.batches.evict(n_chunks)]
 
     def order(self) -> list[ChunkKey]:
         return list(self.victims())
