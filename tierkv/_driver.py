@@ -13,7 +13,7 @@ from typing import Any
 from tierkv._hierarchy import Hierarchy
 from tierkv._level import LevelPlan
 from tierkv._mover import Completion, Mover, MoverLimits
-from tierkv.errors import TierKVError
+from tierkv.errors import ClosedError, TierKVError
 from tierkv.protocols import Clock, HostTier, ScanTier, Tier
 from tierkv.types import ChunkKey, Event
 
@@ -64,6 +64,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies: set[asyncio.Task[Any]] = set()
         self._n_faults = 0
+        self._stopped = False
 
     def start(self) -> None:
         for work in [self._tick(), *(self._scan(index, tier) for index, tier in self._scans)]:
@@ -76,6 +77,7 @@ class Driver:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.mover.aclose(timeout_s=min(timeout_s, 5.0))
+        self._stopped = True
         self.wake()
 
     @property
@@ -130,8 +132,13 @@ class Driver:
         self._progress.set()
         self._progress = asyncio.Event()
 
+    def _refuse_if_stopped(self) -> None:
+        if self._stopped:
+            raise ClosedError("the cache was closed meanwhile")
+
     async def change(self, timeout_s: float) -> None:
-        """Wait for the next change of anything, at most ``timeout_s``."""
+        """Wait for the next change of anything, at most ``timeout_s``. Raises ClosedError once nothing will change."""
+        self._refuse_if_stopped()
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 await self._progress.wait()
@@ -139,9 +146,14 @@ class Driver:
             pass
 
     async def until(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Wait for a condition over the hierarchy. False if ``timeout_s`` (None: no limit) passed first."""
+        """Wait for a condition over the hierarchy. False if ``timeout_s`` (None: no limit) passed first.
+
+        Raises ClosedError if the condition does not hold and nothing will change any more: copies that hang when the
+        mover stops never report.
+        """
         deadline = None if timeout_s is None else self.clock() + timeout_s
         while not condition():
+            self._refuse_if_stopped()
             left_s = None if deadline is None else deadline - self.clock()
             if left_s is not None and left_s <= 0:
                 return False

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tierkv.cache
-from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, cache_of, payload, prompt
+from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt
 from tierkv import Chunk, ChunkKey, Level, MemoryTier, MoverLimits, Outcome, Scope, Status, TieredCache
 from tierkv.policies import LRU
 from tierkv.tiers._fs_io import ChunkFiles
@@ -231,3 +231,23 @@ async def test_what_is_forgotten_during_the_scan_does_not_come_back(tmp_path: Pa
             while cache.statistics()["fs"].n_chunks < 4:  # the reset ends with the next look at the tier
                 await store(cache, tokens)
                 await asyncio.sleep(0.05)
+
+
+async def test_whoever_waits_when_the_cache_closes_is_told_at_once() -> None:
+    """A copy below hangs and holds the primary; a store that waits for room, and one for that copy's chunk, both end.
+
+    https://github.com/vllm-project/vllm/pull/48102
+    """
+    lower = ThreadTier()
+    lower.gate = asyncio.Event()
+    cache = cache_of(lower, n_slots=4)
+    async with cache:
+        await store(cache, prompt(0))  # its four slots stay held by the copies to the level below
+        waiting = [asyncio.create_task(cache.store([n] * 4, [bytes(NBYTES)] * 2)) for n in (50, 60)]
+        idle = asyncio.create_task(cache.wait_idle())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await cache.aclose(0)
+            answers = await asyncio.gather(*waiting, idle, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [tierkv.ClosedError] * 3, answers
+        lower.gate.set()
