@@ -28,7 +28,7 @@ class Laps:
         self._met: list[Item] = []
         self._lap = 0
         self._hand = 0  # the stamp of the latest chunk that it took
-        self._place = 0
+        self._place = 0  # of the newest chunk that ever came
 
     def __len__(self) -> int:
         return len(self._now) + len(self._later) + len(self._aside)

@@ -26,10 +26,9 @@ class SIEVE(Laps):
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        place = self._hand % LAP
-        if not any(line[next(reversed(line))].stamp % LAP > place for line in (self._now, self._later) if line):
-            # The hand has passed the newest chunk: it goes on at the oldest, and to what is new after that.
-            self._hand += LAP - place
+        if self._hand % LAP >= self._place:
+            # The hand has taken the newest chunk: it goes on at the oldest, and to what is new after that.
+            self._hand += LAP - self._place
         self._catch_up()
         now, later, aside = self._now, self._later, self._aside
         for chunk in reversed(chunks):
