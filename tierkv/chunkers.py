@@ -78,6 +78,7 @@ class PrefixChunker:
 
     __slots__ = (
         "_hash",
+        "_head",
         "blocks_per_chunk",
         "chunk_nbytes",
         "group",
@@ -120,6 +121,7 @@ class PrefixChunker:
         self.namespace = namespace.filled(
             tokens_per_block=self.tokens_per_block, blocks_per_chunk=self.blocks_per_chunk, key_hash=hash
         )
+        self._head = _SEED + self.namespace.digest + self.group.to_bytes(4, "little")
 
     def __repr__(self) -> str:
         return (
@@ -164,8 +166,7 @@ class PrefixChunker:
             msg = f"extra must be bytes, not {type(extra).__name__}; extra_bytes() makes them from names and values"
             raise TypeError(msg)
         extra = bytes(extra)
-        head = (_SEED, self.namespace.digest, self.group.to_bytes(4, "little"), len(extra).to_bytes(8, "little"))
-        return self._hash(b"".join((*head, extra)))
+        return self._hash(b"".join((self._head, len(extra).to_bytes(8, "little"), extra)))
 
 
 def extra_bytes(**fields: str | bytes) -> bytes:
