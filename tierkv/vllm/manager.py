@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
-from tierkv._ledger import READY
+from tierkv._ledger import READY, Entry
 from tierkv.protocols import Clock
 from tierkv.types import Chunk, ChunkKey, Reason
 from tierkv.vllm import _compat
@@ -99,7 +99,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         page = self._page()
         request = self._request(req_context)
         spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
-        self._used(self._maker.known(entries, req_context, request), request)
+        self._used(list(zip(entries, self._maker.known(entries, req_context, request), strict=True)), request)
         self._count_hits(keys, request)
         self._leases.end(request)
         return spec
@@ -108,15 +108,20 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Every rank has its copy. Late ends, of loads from before a reset, are ignored."""
         self._jobs.close_load(keys)
 
-    def _used(self, chunks: Sequence[Chunk], request: Request) -> None:
-        """Report the request's use of these chunks to the orders, each chunk once a request."""
+    def _used(self, used: Sequence[tuple[Entry, Chunk]], request: Request) -> None:
+        """Report the request's use of these chunks to the orders of all levels, each chunk once a request."""
         reached = request.accessed_to
         if reached:
-            chunks = [chunk for chunk in chunks if chunk.end_token > reached.get(chunk.group, 0)]
-        if chunks:
-            self.hierarchy.access(chunks)
-            for chunk in chunks:
-                reached[chunk.group] = chunk.end_token
+            used = [(entry, chunk) for entry, chunk in used if chunk.end_token > reached.get(chunk.group, 0)]
+        if not used:
+            return
+        self._primary.access(used)
+        for level in self.hierarchy.levels[1:]:
+            get = level.ledger.get
+            below = [(entry, chunk) for _, chunk in used if (entry := get(chunk.key)) is not None]
+            if below:
+                level.ledger.access(below)
+        self._reached(request, [chunk for _, chunk in used])
 
     def _count_hits(self, keys: Collection[ChunkKey], request: Request) -> None:
         n_below = sum(key in request.promoted for key in keys) if request.promoted else 0
@@ -146,7 +151,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
             self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
         if offer.present:
-            self._used([entry.chunk for entry in offer.present if entry.state is READY], request)
+            self._used([(entry, entry.chunk) for entry in offer.present if entry.state is READY], request)
         self._reached(request, chunks)
         entries = offer.reserved
         if not entries:
