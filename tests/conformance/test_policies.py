@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 import tierkv.policies
-from tierkv.policies import FIFO, LRU, TTL, LeafFirst, Quota
+from tierkv.policies import FIFO, LRU, SIEVE, TTL, LeafFirst, Quota
 from tierkv.policies.parse import parse_policy
 from tierkv.protocols import EvictionPolicy
 from tierkv.testing import ManualClock, check_policy
@@ -42,6 +42,26 @@ def test_an_order_conforms(order: type[EvictionPolicy]) -> None:
     """Each resident key once, holds respected, the same for the same calls, deletes forgotten, memory bounded."""
     report = check_policy(order, leaves=order is LRU, settings=FEW)
     assert {"PinAware", "forgets deletes", "asking changes nothing"} <= set(report.passed)
+
+
+def test_asking_sieve_changes_nothing() -> None:
+    """A used chunk that was met while held leaves after one that was never used, whether somebody asked or not."""
+    held, other, late = (Chunk(ChunkKey(name)) for name in (b"held", b"other", b"late"))
+    orders = []
+    for asks in (False, True):
+        policy = SIEVE()
+        for step in (
+            lambda policy: (policy.on_insert([held]), policy.hold(held.key)),
+            lambda policy: (policy.on_insert([other]), policy.hold(other.key)),
+            lambda policy: policy.release(held.key),
+            lambda policy: policy.on_access([held]),
+            lambda policy: policy.on_insert([late]),
+        ):
+            step(policy)
+            if asks:
+                list(policy.victims())
+        orders.append(list(policy.victims()))
+    assert orders[0] == orders[1] == [late.key, held.key]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
