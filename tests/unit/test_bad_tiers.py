@@ -123,6 +123,17 @@ async def test_a_tier_that_answers_short_serves_nothing_wrong() -> None:
         assert await served(cache, prompt(0)) <= 1
 
 
+async def test_answers_in_the_wrong_order_serve_nothing_wrong() -> None:
+    """A batch of which one key is missing is answered back to front: no other chunk's outcome counts for a chunk."""
+    tier = faulty(Fault("read", Does.REORDER))
+    async with cache_over(tier) as cache:
+        for branch in (0, 2, 4):
+            await store(cache, prompt(branch))
+            await cache.wait_idle()
+        await tier.inner.delete([cache.chunks(prompt(0))[1].key])
+        assert await served(cache, prompt(0)) <= 1
+
+
 async def test_a_write_that_never_happened_is_a_miss() -> None:
     """The tier says that it took the chunks and it did not: they are lost, never replaced by other bytes."""
     tier = faulty(Fault("write", Does.LIE))
