@@ -29,6 +29,12 @@ from tierkv.types import Chunk, ChunkKey
 
 Maker = Callable[[ManualClock], Any]
 
+
+def some(part: int) -> settings:
+    """A part of the profile's examples: there are many orders."""
+    return settings(max_examples=settings().max_examples // part)
+
+
 N_KEYS = 14
 ORDERS: dict[str, Callable[[], Any]] = {
     "lru": LRU, "fifo": FIFO, "lfu": LFU, "arc": ARC, "s3fifo": S3FIFO, "sieve": SIEVE, "two_q": TwoQ, "mq": MQ,
@@ -246,7 +252,7 @@ def test_what_every_order_promises(name: str) -> None:
     """Any order under any wrapper names everybody once, nobody held, and under LeafFirst children before parents."""
     adaptive = "leaf_first" in name and any(each in name for each in ("arc", "two_q", "s3fifo"))
     body = {"make": staticmethod(ALL[name]), "leaves": name in LEAFY, "static": not adaptive}
-    run_state_machine_as_test(type("Machine", (PolicyMachine,), body), settings=settings(max_examples=40))
+    run_state_machine_as_test(type("Machine", (PolicyMachine,), body), settings=some(5))
 
 
 class OrderedLedger(LedgerMachine):
@@ -273,7 +279,7 @@ def test_under_a_ledger(name: str) -> None:
         "policy_name": "fifo",  # the base's checks that go for leaf orders only are above
         "slotted": len(name) % 2,
     }
-    run_state_machine_as_test(type("Machine", (OrderedLedger,), body), settings=settings(max_examples=20))
+    run_state_machine_as_test(type("Machine", (OrderedLedger,), body), settings=some(10))
 
 
 # -- heads and tails ------------------------------------------------------------------------------------------------
@@ -356,7 +362,7 @@ def test_a_head_never_leaves_before_its_tail(name: str, piece: int) -> None:
     Case: https://github.com/novitalabs/pegaflow/issues/396
     """
 
-    @settings(max_examples=60)
+    @some(3)
     @given(paths=requests, n_slots=st.integers(1, 16), schedule=schedules)
     def run(paths: list[list[Chunk]], n_slots: int, schedule: list[tuple[int, int]]) -> None:
         stranded = first_stranded_tail(LEAFY[name](ManualClock()), paths, n_slots, schedule, piece)
