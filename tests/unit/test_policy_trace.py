@@ -129,6 +129,7 @@ def test_token_hits_are_the_published_ones(name: str, traces_dir: Path) -> None:
         assert replay(ORDERS[name](n_slots), n_slots, requests).token_percent == pytest.approx(hit, abs=tolerance)
 
 
+@pytest.mark.timeout(900 if WHOLE else 120)
 def test_a_capacity_that_is_learnt(requests: list[Request], n_unique: int) -> None:
     """ARC, 2Q and MQ need not be told how much the level holds: from the first eviction on they know."""
     n_slots = n_unique // 20
@@ -137,6 +138,7 @@ def test_a_capacity_that_is_learnt(requests: list[Request], n_unique: int) -> No
         assert abs(told.n_blocks - learnt.n_blocks) <= tolerance
 
 
+@pytest.mark.timeout(900 if WHOLE else 120)
 def test_leaf_first_costs_no_hits(requests: list[Request], n_unique: int) -> None:
     """Under LeafFirst an order hits as many tokens or more, to 0.1 points: a tail without its head is no hit."""
     n_slots = n_unique // 20
