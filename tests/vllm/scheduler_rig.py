@@ -11,10 +11,12 @@ again.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import copy
 import functools
 import hashlib
 import itertools
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
@@ -183,6 +185,7 @@ class ShelfTier:
 @functools.cache
 def base_config() -> VllmConfig:
     folder = Path(tempfile.mkdtemp(prefix="tierkv-rig-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = make_model(folder)
     overrides = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 24, "async_scheduling": False}
     return EngineArgs(**arguments(model, **overrides)).create_engine_config()
