@@ -279,7 +279,8 @@ class Ledger:
         policy, index = self._batch_evicting, self._index
         if policy is None or self._pin_aware is None or self._free_slots is None:
             return None
-        spared = [key for key in protect if key in index and not index[key].holds and index[key].state is READY]
+        found = [entry for key in protect if key is not None and (entry := index.get(key)) is not None]
+        spared = [entry.chunk.key for entry in found if entry.state is READY and not entry.holds]
         for key in spared:
             self._pin_aware.hold(key)
         gone = [index[key] for key in policy.evict(n_slots)]

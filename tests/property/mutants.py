@@ -279,6 +279,24 @@ MUTANTS = [
         "            entry.stored = True\n            self._unstick(level, entry.chunk.key)\n",
         "            entry.stored = True\n",
     ),
+    Mutant(
+        "an eviction of many takes what was offered",
+        LEDGER,
+        "        for key in spared:\n            self._pin_aware.hold(key)\n",
+        "",
+    ),
+    Mutant(
+        "what a reset expels waits to be written",
+        HIERARCHY,
+        "                    self._refuse(level, waiting, Reason.BUSY)\n",
+        "                    level.waiting[item.key] = waiting\n",
+    ),
+    Mutant(
+        "one file is deleted and charged twice",
+        HIERARCHY,
+        "entry = level.stuck.get(chunk.key)  # a deletion",
+        "entry = None  # a deletion",
+    ),
 ]
 
 
