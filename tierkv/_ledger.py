@@ -62,6 +62,8 @@ class Ledger:
         self._pin_aware = policy if isinstance(policy, PinAware) else None
         self._commit_aware = policy if isinstance(policy, CommitAware) else None
         self._expiring = policy if isinstance(policy, Expiring) else None
+        self.expires = self._expiring is not None
+        """The policy lets chunks expire."""
         self._batch_evicting = policy if isinstance(policy, BatchEvicting) else None
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
@@ -99,11 +101,6 @@ class Ledger:
 
     def admits(self, chunk: Chunk) -> bool:
         return self._admission is None or self._admission.admits(chunk)
-
-    @property
-    def expires(self) -> bool:
-        """The policy lets chunks expire."""
-        return self._expiring is not None
 
     def expired(self, entry: Entry) -> bool:
         """True if the policy lets chunks expire and this READY one has: it answers a miss."""

@@ -29,7 +29,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from tierkv.vllm import _assembly, worker
+from tierkv.vllm import _assembly, _compat, worker
 from tierkv.vllm.spec import TieringOffloadingSpec
 
 TOKENS = 4
@@ -99,7 +99,7 @@ class Kit:
         digest = None if model is None else hashlib.sha256(model.encode()).digest()
         with mock.patch.object(worker, "identity_digest", return_value=digest):
             self.worker: Any = self.spec.get_worker(caches)
-        with mock.patch.object(_assembly._compat, "sliding_groups", return_value=sliding):
+        with mock.patch.object(_compat, "sliding_groups", return_value=sliding):
             self.manager: Any = _assembly.make_manager(self.spec, clock)
         self.hierarchy = self.manager.hierarchy
         self.n_groups = n_groups
