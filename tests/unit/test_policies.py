@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -245,6 +246,10 @@ def test_a_quota_wants_a_new_order() -> None:
     order = LRU()
     order.on_insert(chain("a", 1))
     with pytest.raises(ConfigError, match="without chunks"):
+        Quota({"a": 1}, order)
+    order = LRU()
+    order.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="can be copied"):
         Quota({"a": 1}, order)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 
 from tierkv.errors import bad_setting
@@ -63,6 +64,20 @@ class Wrapper:
         """The inner order's victims, less what is held. An inner order that knows no holds is walked over them."""
         victims = self._order.victims()
         return victims if self._pins is not None else (key for key in victims if key not in self._held)
+
+
+def copy_of(order: EvictionPolicy) -> EvictionPolicy:
+    """Another one like it.
+
+    Raises:
+        ConfigError: it has chunks already, or cannot be copied.
+    """
+    if next(iter(order.victims()), None) is not None:
+        raise bad_setting("order", order, "a new order, without chunks", type(order).__name__ + "()")
+    try:
+        return copy.deepcopy(order)
+    except Exception as error:
+        raise bad_setting("order", order, f"an order that can be copied ({error})") from error
 
 
 def check_order(option: str, order: object) -> None:

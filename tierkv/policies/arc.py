@@ -22,7 +22,7 @@ class ARC(TwoQueues):
         capacity_chunks: chunks that the level holds. By default the most that were resident at one time, which is the
             same from the first eviction on.
 
-    Concurrency: one thread. Cost: constant a chunk, O(log(n)) a victim.
+    Concurrency: one thread. Cost: amortised constant a chunk and a victim.
 
     Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. Case:
     https://github.com/vllm-project/vllm/pull/55461

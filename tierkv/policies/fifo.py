@@ -14,7 +14,7 @@ class FIFO(LeafOrder):
     Parents play no part: a request that extends another's prefix outlives it, and its tail is then unreachable until
     the head is stored again. Inserting a resident key again does not move it.
 
-    Concurrency: one thread. Cost: constant a chunk for insert and remove, nothing for access, O(log(n)) a victim.
+    Concurrency: one thread. Cost: constant a chunk for insert, remove and victim, nothing for access.
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:

@@ -18,7 +18,8 @@ class LRU(LeafOrder):
     Chunks may arrive before their parents, and may learn of their parent in a later access: a scan finds names only.
     A chunk whose parent was deleted is a head until the parent is back.
 
-    Concurrency: one thread. Cost: amortised constant a chunk for insert, access and remove, O(log(leaves)) a victim.
+    Concurrency: one thread. Cost: amortised constant a chunk; a parent that becomes a leaf, or a chunk
+    that was held, is O(log(n)) as a victim.
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:

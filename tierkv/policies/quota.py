@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from tierkv.errors import bad_setting
 from tierkv.policies._leaves import Leaves, Tree
-from tierkv.policies._wrapper import Wrapper
+from tierkv.policies._wrapper import Wrapper, copy_of
 from tierkv.protocols import CommitAware, EvictionPolicy
 from tierkv.sizes import parse_size
 from tierkv.types import Chunk, ChunkKey
@@ -28,7 +27,7 @@ class Quota(Wrapper):
         order: the order of everything; it must be new, since it is copied.
 
     Raises:
-        ConfigError: a size is not one, or ``order`` is not a new order.
+        ConfigError: a size is not one, or ``order`` is not a new order that can be copied.
 
     Concurrency: one thread. Cost: that of the inner order, twice for tenants with a quota.
     """
@@ -37,13 +36,11 @@ class Quota(Wrapper):
         super().__init__(order)
         if not (quotas and isinstance(quotas, Mapping)):
             raise bad_setting("quotas", quotas, "a mapping of tenant to bytes", '{"tenant": "10GiB"}')
-        if next(order.victims(), None) is not None:
-            raise bad_setting("order", order, "a new order, without chunks", type(order).__name__ + "()")
         self._quotas = {tenant: parse_size(f"quota of {tenant!r}", size, low=0) for tenant, size in quotas.items()}
         self._used_nbytes = dict.fromkeys(self._quotas, 0)
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._tree = Tree()
-        self._orders: dict[str | None, EvictionPolicy] = {tenant: copy.deepcopy(order) for tenant in self._quotas}
+        self._orders: dict[str | None, EvictionPolicy] = {tenant: copy_of(order) for tenant in self._quotas}
         self._leaves = {tenant: Leaves(own, self._tree) for tenant, own in self._orders.items()}
 
     def __contains__(self, key: object) -> bool:
@@ -73,8 +70,7 @@ class Quota(Wrapper):
         for chunk in chunks:
             if chunk.key in self._chunks:
                 self._tree.add(chunk)
-                self._unpark(chunk.key)
-                self._unpark(chunk.parent)
+                self._unpark(chunk.key, chunk.parent)
         for tenant, own in self._by_tenant(chunks):
             self._orders[tenant].on_access(own)
         super().on_access(chunks)
@@ -133,9 +129,10 @@ class Quota(Wrapper):
                 if over_nbytes <= 0:
                     return
 
-    def _unpark(self, key: ChunkKey | None) -> None:
-        if key is not None and (leaves := self._leaves.get(self._tenant(key))) is not None:
-            leaves.unpark(key)
+    def _unpark(self, *keys: ChunkKey | None) -> None:
+        for key in keys:
+            if key is not None and (leaves := self._leaves.get(self._tenant(key))) is not None:
+                leaves.unpark(key)
 
     def _tenant(self, key: ChunkKey) -> str | None:
         chunk = self._chunks.get(key)

@@ -27,7 +27,7 @@ class S3FIFO(TwoQueues):
         capacity_chunks: chunks that the level holds. By default the most that were resident at one time; then the short
             queue is a tenth of what is there while the level fills for the first time.
 
-    Concurrency: one thread. Cost: constant a chunk, amortised O(log(n)) a victim.
+    Concurrency: one thread. Cost: amortised constant a chunk and a victim.
 
     Source: Yang and others, "FIFO Queues are All You Need for Cache Eviction", SOSP 2023.
     """

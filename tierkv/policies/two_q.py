@@ -23,7 +23,7 @@ class TwoQ(TwoQueues):
         capacity_chunks: chunks that the level holds. By default the most that were resident at one time, which is the
             same from the first eviction on.
 
-    Concurrency: one thread. Cost: constant a chunk, O(log(n)) a victim.
+    Concurrency: one thread. Cost: amortised constant a chunk and a victim.
 
     Source: Johnson and Shasha, "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm", VLDB
     1994.
