@@ -27,7 +27,7 @@ class PolicyMachine(RuleBasedStateMachine):
     pinned. All calls go to :attr:`twins`, of which the first is the order under test.
     """
 
-    make: ClassVar[Callable[[], EvictionPolicy]]
+    make: ClassVar[Callable[..., EvictionPolicy]]
     leaves: ClassVar[bool] = False
     forgets: ClassVar[bool] = True
     pure: ClassVar[bool] = True

@@ -82,7 +82,7 @@ def check_tier(
     probe = factory(Path("not there"))
     verifies = isinstance(probe, ScanTier) if verifies is None else verifies
     given = Settings(factory, raw, chunk_nbytes, capacity_nbytes, verifies)
-    chosen = list(_ALWAYS)
+    chosen: list[_Check] = list(_ALWAYS)
     skipped: list[_Check] = []
     (chosen if raw is not None else skipped).extend(_WITH_RAW)
     (chosen if raw is not None and verifies else skipped).extend(_VERIFYING)
