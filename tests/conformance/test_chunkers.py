@@ -141,7 +141,7 @@ FAULTS: dict[type[Chained], str] = {
     Unchained: "share a key|depends on every token",
     ForgetsExtra: "another extra gives other keys",
     ByHash: "depend on hash",
-    Counts: "pure|equal chunkers",
+    Counts: "pure|equal chunkers|the same in every process|made again",  # whichever comparison its counter meets first
     Looks: "never changes it|does not depend on what comes after",
     RoundsUp: "ends rise, up to the number of tokens",
     Grandparents: "a parent is the chunk before",
