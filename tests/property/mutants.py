@@ -1,4 +1,4 @@
-"""Bugs planted one at a time, to see that a state machine dies of each.
+"""Bugs planted one at a time, to see that a state machine, or else an example, dies of each.
 
 Run by hand before a release::
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 
 RUN = """
-import sys
+import subprocess, sys
 from hypothesis import HealthCheck, Phase, settings
 settings.register_profile("hunt", max_examples=200, deadline=None, derandomize=True, database=None,
     phases=[Phase.generate], suppress_health_check=list(HealthCheck))
@@ -29,12 +29,17 @@ settings.load_profile("hunt")
 from tests.property.test_hierarchy_machine import test_three_levels, test_two_levels
 from tests.property.test_ledger_machine import test_ledger_agrees_with_its_model
 from tierkv._level import Writes
+def examples():
+    run = ["-x", "-q", "-p", "no:cacheprovider", "tests/unit/test_hierarchy.py"]
+    assert not subprocess.run([sys.executable, "-m", "pytest", *run], capture_output=True).returncode
+
 hunts = [("two levels, cascade", lambda: test_two_levels(Writes.CASCADE)),
     ("two levels, demote", lambda: test_two_levels(Writes.DEMOTE)),
     ("three levels, mixed", lambda: test_three_levels(None)),
     ("three levels, demote", lambda: test_three_levels(Writes.DEMOTE)),
     ("ledger, slots", lambda: test_ledger_agrees_with_its_model("lru", True)),
-    ("ledger, bytes", lambda: test_ledger_agrees_with_its_model("in_order", False))]
+    ("ledger, bytes", lambda: test_ledger_agrees_with_its_model("in_order", False)),
+    ("an example", examples)]
 for name, hunt in hunts:
     try:
         hunt()
@@ -303,6 +308,7 @@ MUTANTS = [
 def killed_by(mutant: Mutant) -> str | None:
     """What died of the bug, or None if nothing did."""
     with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / "pyproject.toml", folder)
         for name in ("tierkv", "tests"):
             shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
         file = Path(folder) / mutant.file

@@ -418,6 +418,34 @@ def test_a_deletion_that_failed_is_tried_again() -> None:
     assert h.at_rest and ledger.quarantined_nbytes == 0
 
 
+def test_a_deletion_of_what_a_scan_may_bring_is_not_doubled() -> None:
+    """Deleting a key again, whose deletion failed, tries that one again: its file is charged once."""
+    h = over(4, disk(settled=lambda _: False))
+    k = chain("k", 1)
+    store(h, k)
+    run(h)
+    h.delete(names(k))
+    run(h, lambda _: Status.FAILED)
+    h.delete(names(k))
+    assert h.levels[1].ledger.quarantined_nbytes == SLOT
+    assert [transfer.kind for transfer in run(h)] == [TransferKind.DELETE]
+    assert h.at_rest and h.levels[1].ledger.quarantined_nbytes == 0
+
+
+def test_what_has_just_lost_its_copy_below_stays() -> None:
+    """A trim drops what the disk has and demotes what it lacks; what that pushes out of the disk is not dropped."""
+    primary = LevelPlan("primary", 0, LRU(), n_slots=4, slot_nbytes=SLOT, high_water=0.5, low_water=0.5)
+    h = Hierarchy([primary, disk(1, writes=Writes.DEMOTE, high_water=0.0, low_water=0.0)], record_events=True)
+    [a], [b] = chain("a", 1), chain("b", 1)
+    store(h, [a])
+    store(h, [b])
+    h.absorb(1, [Found(a.key, SLOT, True, a)])
+    h.offer(chain("c", 2))  # two slots are to be made free: a has a copy below, b has none
+    assert h.find(a.key) == 0 and h.find(b.key) == 0
+    run(h)
+    assert h.find(b.key) == 1
+
+
 def test_a_level_waits_for_the_one_below_it() -> None:
     """A full middle level takes a write as soon as its own demotion has made room."""
     h = over(4, disk(1, high_water=0.0, low_water=0.0), disk(writes=Writes.DEMOTE))
