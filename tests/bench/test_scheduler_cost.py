@@ -84,7 +84,10 @@ def pieces(keys: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def store(side: Ours | Theirs, context: ReqContext, keys: list[Any], size: int) -> dict[str, float]:
-    """Processor seconds that one request's offers and completions took. What an order defers to the finish counts as offering."""
+    """Processor seconds that one request's offers and completions took.
+
+    What an order defers to the finish counts as offering.
+    """
     manager, clock = side.manager, time.thread_time
     spent = dict.fromkeys(("offer", "stored"), 0.0)
     manager.on_new_request(context)

@@ -59,8 +59,9 @@ class LRU(LeafOrder):
                 node = self._to_end(key, stamp)
             else:
                 continue
-            if chunk[1] is not None and node.parent is None:
-                self._link(node, chunk[1])
+            parent_key = chunk[1]
+            if parent_key is not None and node.parent is None:
+                self._link(node, parent_key)
         self._stamp = stamp
 
     def _link_all(self, chunks: Sequence[Chunk]) -> None:

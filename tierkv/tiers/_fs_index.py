@@ -86,7 +86,7 @@ class Index:
             group,
             end_token,
             nbytes,
-            self._tenants[tenant],
+            self._tenants[int(tenant)],
             bool(flags & _PARTIAL),
         )
 
