@@ -128,7 +128,7 @@ class Tree:
         self.held: set[ChunkKey] = set()
 
     def learn(self, chunks: Sequence[Chunk], *, insert: bool) -> None:
-        for chunk in chunks:
+        for chunk in chunks if insert else reversed(chunks):
             if insert:
                 self.parents.setdefault(chunk.key, None)
             learns = self.parents.get(chunk.key, chunk.key) is None and chunk.parent is not None
@@ -590,6 +590,31 @@ def test_victims_are_the_textbooks(name: str, n_slots: int, seed: int, skew: int
             resident.remove(int.from_bytes(victim, "big"))
         policy.on_insert([chunk])
         resident.add(i)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@given(n_slots=st.integers(1, 24), seed=st.integers(0, 2**32))
+def test_asking_for_all_is_asking_for_one(name: str, n_slots: int, seed: int) -> None:
+    """Of two twins one is asked for its whole order before each eviction: they lose the same chunks for ever after."""
+    rng = random.Random(seed)
+    twins = [ORDERS[name](), ORDERS[name]()]
+    resident: set[ChunkKey] = set()
+    for _ in range(250):
+        chunk = Chunk(ChunkKey(int(3 * n_slots * rng.random() ** 2).to_bytes(4, "big")))
+        for twin in twins:
+            twin.on_access([chunk])
+        if chunk.key in resident:
+            continue
+        if len(resident) == n_slots:
+            order = list(twins[0].victims())
+            victim = next(twins[1].victims())
+            assert order[0] == victim
+            resident.remove(victim)
+            for twin in twins:
+                twin.on_remove(victim, evicted=True)
+        for twin in twins:
+            twin.on_insert([chunk])
+        resident.add(chunk.key)
 
 
 # -- ghosts ---------------------------------------------------------------------------------------------------------

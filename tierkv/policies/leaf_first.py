@@ -44,7 +44,9 @@ class LeafFirst(Wrapper):
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         parents = self._tree.parents
-        for chunk in chunks:
+        for chunk in reversed(
+            chunks
+        ):  # as LRU does, so that they agree on who is whose child even if keys are nonsense
             if chunk.key in parents:
                 self._tree.add(chunk)
                 self._leaves.unpark(chunk.key)

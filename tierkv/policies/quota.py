@@ -67,7 +67,7 @@ class Quota(Wrapper):
         super().on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
+        for chunk in reversed(chunks):
             if chunk.key in self._chunks:
                 self._tree.add(chunk)
                 self._unpark(chunk.key, chunk.parent)
