@@ -135,7 +135,8 @@ OURS: Final = [
     Mutant(
         "a parent that is known late is not linked",
         POLICIES + "lru.py",
-        "            if parent_key is not None and node.parent is None:\n                self._link(node, parent_key)\n",
+        "            if parent_key is not None and node.parent is None:\n"
+        "                self._link(node, parent_key)\n",
         "",
         "check_policy(LRU, leaves=True)",
     ),
