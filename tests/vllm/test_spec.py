@@ -31,9 +31,16 @@ CPU = {"cpu_bytes_to_use": 64 * 4096}
 
 @pytest.fixture
 def factory(monkeypatch):
-    """VLLM's factory, put back as it was."""
-    monkeypatch.setattr(OffloadingSpecFactory, "_registry", dict(OffloadingSpecFactory._registry))
-    monkeypatch.setattr(OffloadingSpecFactory, "get_spec_cls", OffloadingSpecFactory.__dict__["get_spec_cls"])
+    """VLLM's factory as vLLM makes it, whatever plugins ran in this process before; put back as it was."""
+    registry = {
+        name: loader for name, loader in OffloadingSpecFactory._registry.items() if not hasattr(loader, "tierkv_name")
+    }
+    asked = OffloadingSpecFactory.get_spec_cls.__func__
+    monkeypatch.setattr(OffloadingSpecFactory, "_registry", registry)
+    monkeypatch.setattr(OffloadingSpecFactory, "get_spec_cls", classmethod(getattr(asked, "tierkv_original", asked)))
+    for name, room in (("CPUOffloadingSpec", "cpu"), ("TieringOffloadingSpec", "tiering")):
+        if name not in registry:
+            OffloadingSpecFactory.register_spec(name, f"vllm.v1.kv_offload.{room}.spec", name)
     monkeypatch.delenv("TIERKV_VLLM", raising=False)
     return OffloadingSpecFactory
 
