@@ -1,7 +1,7 @@
 """Values that cross module borders: frozen, standard library only.
 
 Named tuples: one costs a third of a frozen dataclass to make, which vLLM's scheduler thread does for each key that it
-offers, and a tenth to define, which every ``import tierkv`` does.
+offers, and less to define, which every ``import tierkv`` does.
 """
 
 from __future__ import annotations
