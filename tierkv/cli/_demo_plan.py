@@ -30,6 +30,12 @@ class Plan:
     def tokens_per_chunk(self) -> int:
         return self.tokens_per_block * self.blocks_per_chunk
 
+    @property
+    def n_system_chunks_on_disk(self) -> int:
+        """Chunks of the system prompt that the disk holds with room to spare, one at least: what is written first."""
+        n_fit = self.disk_nbytes // (2 * self.chunk_nbytes)
+        return max(1, min(n_fit, self.workload.n_system_tokens // self.tokens_per_chunk))
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
