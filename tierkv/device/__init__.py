@@ -3,15 +3,16 @@
 :mod:`tierkv.device.layout` says where each byte lies; a runtime (:func:`open_runtime`) moves them.
 """
 
+from tierkv.device.engine import CopyDone, CopyJob, CopyRuntime, open_runtime
 from tierkv.device.layout import CanonicalPage, DeviceLayout, GroupCopy, PageRef, Run
-from tierkv.device.runtime import CopyDone, CopyJob, DeviceRuntime, Direction, open_runtime
+from tierkv.device.runtime import Direction
 
 __all__ = [
     "CanonicalPage",
     "CopyDone",
     "CopyJob",
+    "CopyRuntime",
     "DeviceLayout",
-    "DeviceRuntime",
     "Direction",
     "GroupCopy",
     "PageRef",

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import as_strided
 
+from tierkv.device.engine import CopyDone, CopyJob
 from tierkv.device.layout import DeviceLayout, Place
-from tierkv.device.runtime import CopyDone, CopyJob, Direction
+from tierkv.device.runtime import Direction
 from tierkv.errors import ClosedError, TierError
 
 logger = logging.getLogger(__name__)

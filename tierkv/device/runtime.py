@@ -1,16 +1,18 @@
-"""The seam between what is copied and the accelerator that copies it."""
+"""The seam between one transfer engine and the accelerators: what a device must offer for copies to be right on it.
+
+Needs numpy and nothing else: no device's library is imported here. :mod:`tierkv.device.engine` is written against this
+page alone, so what it proves on a simulated device holds for every runtime that keeps these promises; the contract
+suite in ``tests/device`` says whether one does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import torch
-
-from tierkv.device.layout import DeviceLayout, GroupCopy
-from tierkv.errors import TierError
+Int64Array = Any  # numpy.ndarray of int64, one dimension, contiguous
 
 
 class Direction(StrEnum):
@@ -22,81 +24,209 @@ class Direction(StrEnum):
     """Slots to device."""
 
 
+class HostKind(StrEnum):
+    """How a device reaches a piece of host memory; decides who may wait for whom."""
+
+    PINNED = "pinned"
+    """Allocated by the device's own host allocator: copies run beside the host."""
+    REGISTERED = "registered"
+    """Ordinary memory, page-locked after the fact: copies run beside the host."""
+    PAGEABLE = "pageable"
+    """Neither: a copy may block whoever submits it, so the engine submits from a thread of its own."""
+
+
 @dataclass(frozen=True, slots=True)
-class CopyJob:
-    """One copy in one direction. ``id`` is unique among the jobs of that direction that have not ended."""
+class Memory:
+    """Bytes in one piece: the storage under a device tensor, or a piece of the slots."""
 
-    id: int
-    direction: Direction
-    copies: Sequence[GroupCopy]
-    tag: Any = None
-    """The submitter's; handed back untouched."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyDone:
-    """A copy that has ended: no thread and no DMA touches its blocks or slots any more."""
-
-    job: CopyJob
+    address: int
     nbytes: int
-    duration_s: float
-    error: Exception | None = None
-    """Set if it failed: then its target holds anything."""
+    owner: Any = field(repr=False, compare=False)
+    """What keeps it alive. Device memory: what the device's framework calls a tensor, flat, one byte an element, whose
+    first element lies at ``address``. Host memory: such a tensor in host memory, or a writable buffer."""
+    kind: HostKind | None = None
+    """None for device memory."""
 
 
-class DeviceRuntime(Protocol):
-    """Copies between the pages of a device's tensors and host slots.
+class Strip(NamedTuple):
+    """Pairs ``first <= i < stop`` of a batch: equally long, between one device memory and one piece of host memory."""
 
-    Jobs of one direction run and end in the order in which they were submitted; the two directions run side by side.
-    A store starts after the work that writes its blocks, a load after earlier work on its blocks.
+    first: int
+    stop: int
+    nbytes: int
+    """Of each pair."""
+    device: Memory
+    host: Memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyBatch:
+    """All bytes of one copy, as pairs of addresses.
+
+    Pair ``i`` is ``nbytes[i]`` bytes at ``device[i]`` and at ``host[i]``. The engine has checked that each lies within
+    its strip's memories. Targets do not overlap, so pairs may be copied in any order.
+
+    The arrays are descriptors that a device may read late. They belong to the batch until its event has been seen;
+    then the engine uses them for another one. Whoever wants them longer copies them.
     """
 
-    def submit(self, job: CopyJob) -> None:
-        """Queue a copy and return at once. After :meth:`close` it fails at once, on the calling thread."""
+    direction: Direction
+    device: Int64Array
+    host: Int64Array
+    nbytes: Int64Array
+    strips: tuple[Strip, ...]
+    """The same pairs by memory, in order, without gaps."""
+
+    @property
+    def sources(self) -> Int64Array:
+        """Addresses read."""
+        return self.device if self.direction is Direction.STORE else self.host
+
+    @property
+    def targets(self) -> Int64Array:
+        """Addresses written."""
+        return self.host if self.direction is Direction.STORE else self.device
+
+    @property
+    def total_nbytes(self) -> int:
+        return int(self.nbytes.sum())
+
+
+class Event(Protocol):
+    """A point in a stream's work. ``torch.Event`` is one. Any thread may ask; one thread records."""
+
+    def record(self, stream: Any, /) -> None:
+        """Mark the point behind all work queued on ``stream`` so far. The engine records an event at most once."""
         ...
 
-    def copy_plain(self, job: CopyJob) -> int:
-        """Copy now, on the calling thread, by the simplest means that the device has; returns the bytes copied.
+    def query(self) -> bool:
+        """Whether the work before the point has ended. Never blocks.
 
-        For a copy that failed by the usual means.
+        True also means that the caller sees what that work wrote. Raises if the work failed or nobody can say.
         """
         ...
 
-    def wait(self, ids: Collection[tuple[Direction, int]] | None = None) -> None:
-        """Block until these jobs (None: all) have ended and their ``done`` has returned. Unknown ones have."""
+    def synchronize(self) -> None:
+        """Block until the work before the point has ended; lets other Python threads run. Raises as :meth:`query`."""
+        ...
+
+
+@runtime_checkable
+class TimedEvent(Protocol):
+    """Optional: an event that knows without asking the device how long the copies before it ran."""
+
+    @property
+    def took_s(self) -> float | None:
+        """None while that is not known."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work, run in order. ``torch.Stream`` is one. Two streams run in no order but an event's."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Work queued from now on starts after ``event``, as last recorded. Never blocks the host."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block until all work queued so far has ended."""
+        ...
+
+
+class Pin(Protocol):
+    """A page-locked range of host memory."""
+
+    def release(self) -> None:
+        """Undo it. Called once, after the last copy in that range has ended and before the memory is unmapped."""
+        ...
+
+
+class DeviceRuntime(Protocol):
+    """What one kind of device offers the engine. Constructing one imports what it needs and probes what works.
+
+    The engine calls all methods from the thread that submits, but for ``use``, ``copy_batch``, ``new_event`` and the
+    methods of streams and events, which its own threads call too where slots are pageable. A raw stream handle is
+    never kept between calls: a waiting event may still sit in a queue of the framework's that a raw handle overtakes.
+    """
+
+    @property
+    def name(self) -> str:
+        """The device's kind: ``npu``, ``cuda``, ``cpu`` or the name of a simulated one."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """How :meth:`copy_batch` moves bytes here, as its probe found at start: for logs, statistics and bench."""
+        ...
+
+    def memory(self, tensor: Any) -> Memory:
+        """The storage under one of this device's tensors, from the tensor's first byte to its last.
+
+        Args:
+            tensor: in the shape ``[n_blocks, page_nbytes]``, one byte an element, rows at any stride.
+
+        Raises:
+            TierError: the tensor lies elsewhere.
+        """
+        ...
+
+    def new_stream(self) -> Stream:
+        """A stream that nothing else uses. The engine makes two, once: pools of streams wrap round."""
+        ...
+
+    def new_event(self) -> Event:
+        """An event without timing. One that was never recorded counts as ended."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream on which the calling thread's device work runs at this moment. Not to be kept."""
+        ...
+
+    def use(self, stream: Stream, /) -> AbstractContextManager[Any]:
+        """Make ``stream`` the calling thread's current stream for a while."""
+        ...
+
+    def copy_batch(self, batch: CopyBatch, /) -> Any:
+        """Queue all pairs on the calling thread's current stream, and return.
+
+        Does not block if every host memory of the batch is pinned or registered.
+
+        Returns:
+            What must live until an event recorded behind the copies has ended, besides the batch itself and its
+            memories; the engine holds it till then.
+
+        Raises:
+            Exception: some pairs may have been queued and others not. The engine still waits for those that were.
+        """
+        ...
+
+    def copy_plain(self, batch: CopyBatch, /) -> None:
+        """Copy now, by the simplest means that the device has, and return when all bytes have arrived.
+
+        After the work of the current stream. For a load whose copy by :meth:`copy_batch` failed.
+        """
+        ...
+
+    def alloc_host(self, nbytes: int, /) -> Memory:
+        """Zeroed host memory of the device's own allocator, ``kind`` PINNED, its address a multiple of 4096.
+
+        Callers ask for at most 1 GiB at a time: larger pieces fail on some drivers with memory to spare.
+
+        Raises:
+            TierError: this device has no such memory, or not that much is left.
+        """
+        ...
+
+    def pin(self, memory: Memory, /) -> Pin | None:
+        """Page-lock host memory in place; None if the device cannot or will not. Never raises.
+
+        Args:
+            memory: at most 1 GiB; address a multiple of 4096.
+
+        After it copies of that range must really not block: a runtime that cannot tell says None.
+        """
         ...
 
     def close(self) -> None:
-        """Wait for running copies, fail those that have not begun, touch nothing afterwards. Idempotent."""
+        """Keep no reference to any memory and no thread. Idempotent; the engine has waited for every copy."""
         ...
-
-
-def open_runtime(
-    tensors: Sequence[torch.Tensor],
-    layout: DeviceLayout,
-    slots: memoryview,
-    stride_nbytes: int,
-    done: Callable[[CopyDone], None],
-) -> DeviceRuntime:
-    """The runtime of the device on which the tensors lie.
-
-    Args:
-        tensors: one a tensor of the layout, each ``int8 [n_blocks, page_nbytes]``, rows at any stride.
-        layout: where their pages lie in a slot.
-        slots: all slots, one behind the other; must outlive the runtime.
-        stride_nbytes: distance of slots.
-        done: called once for each job when it has ended, in order for each direction, on a thread of the runtime.
-
-    Raises:
-        TierError: no runtime for this device, or the tensors are not what the layout says.
-    """
-    devices = {tensor.device.type for tensor in tensors}
-    if devices != {"cpu"}:
-        raise TierError(
-            "device",
-            f"KV tensors on {', '.join(sorted(devices)) or 'no device'}: only the cpu runtime exists so far, "
-            "the npu and cuda runtimes (streams, events and pinned slots) do not",
-        )
-    from tierkv.device.cpu import CpuRuntime  # noqa: PLC0415 - one runtime is loaded, the device's
-
-    return CpuRuntime(tensors, layout, slots, stride_nbytes, done)

@@ -9,8 +9,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from tierkv.device.engine import CopyDone, CopyJob, CopyRuntime, open_runtime
 from tierkv.device.layout import DeviceLayout, GroupCopy, PageRef
-from tierkv.device.runtime import CopyDone, CopyJob, DeviceRuntime, Direction, open_runtime
+from tierkv.device.runtime import Direction
 from tierkv.errors import ChunkSizeError, ClosedError, ConfigError, TierError
 from tierkv.protocols import HostTier, PortJob
 from tierkv.settings import parse_count
@@ -50,7 +51,7 @@ class DeviceTier:
         self.chunk_nbytes = sum(page_nbytes) * blocks_per_chunk
         self._page_nbytes = page_nbytes
         self._layout: DeviceLayout | None = None
-        self._runtime: DeviceRuntime | None = None
+        self._runtime: CopyRuntime | None = None
         self._ids = itertools.count(1)
         self._waiting: dict[tuple[Direction, int], tuple[asyncio.AbstractEventLoop, asyncio.Future[bool]]] = {}
 

@@ -18,8 +18,8 @@ from tierkv.device import (
     CanonicalPage,
     CopyDone,
     CopyJob,
+    CopyRuntime,
     DeviceLayout,
-    DeviceRuntime,
     Direction,
     GroupCopy,
     PageRef,
@@ -79,7 +79,7 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         self._finished: deque[TransferResult] = deque()
         self._closed = False
         tensors = [cache.tensor for cache in kv_caches.tensors]
-        self._runtime: DeviceRuntime = open_runtime(tensors, layout, pool.buffer, pool.stride_nbytes, self._ended)
+        self._runtime: CopyRuntime = open_runtime(tensors, layout, pool.buffer, pool.stride_nbytes, self._ended)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any) -> bool:
         assert isinstance(dst_spec, SlotSpec), "the scheduler's half is tierkv's too"
