@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import inf
 
 from tierkv.policies._stamp_heap import Item, StampHeap
 from tierkv.types import ChunkKey
@@ -56,12 +57,16 @@ class Laps:
         """Make true what the latest iteration found."""
         if self._passed or self._met:
             passed, self._passed, met, self._met = self._passed, [], self._met, []
-            for item in passed:
-                if item.stamp >= self._lap + LAP and self._now.get(item.key) is item:
-                    self._later[item.key] = self._now.pop(item.key)
+            # One that was held when it was met, and is no more, is met again, and all that come after it.
+            again = inf
             for item in met:
                 if item.held:
                     self._set_aside(item)
+                elif self._now.get(item.key) is item:
+                    again = min(again, item.stamp % LAP)
+            for item in passed:
+                if item.stamp >= self._lap + LAP and item.stamp % LAP < again and self._now.get(item.key) is item:
+                    self._later[item.key] = self._now.pop(item.key)
         self._catch_up()
 
     def _catch_up(self) -> None:
