@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tierkv.cli import _bench
 from tierkv.cli._demo import DESCRIPTION, add_arguments, run
 from tierkv.errors import ConfigError, TierKVError
 
@@ -50,6 +51,11 @@ def _parser() -> Parser:
     )
     add_arguments(demo)
     demo.set_defaults(run=run, prog=demo.prog)
+    bench = commands.add_parser("bench", help="measure this machine's disk, and end in the values to set")
+    kinds = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT", parser_class=Parser)
+    fs = kinds.add_parser("fs", help="a directory, through the fs tier", description=_bench.FS_DESCRIPTION)
+    _bench.add_fs_arguments(fs)
+    fs.set_defaults(run=_bench.run_fs, prog=fs.prog)
     return parser
 
 

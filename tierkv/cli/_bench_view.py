@@ -1,0 +1,119 @@
+"""What ``tierkv bench`` shows: progress on the error output, tables and advice on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tierkv.cli._bench_plan import CHUNK_PART, THREADS_PART, Cell, Choice, FSPlan, Measured, Speeds
+from tierkv.sizes import format_size
+
+
+class ProgressView:
+    """A bar on the error output while a plan runs; a line for each step where that is no terminal."""
+
+    def __init__(self, n_steps: int, *, quiet: bool) -> None:
+        self.console = Console(highlight=False, quiet=quiet)
+        self.console.soft_wrap = not self.console.is_terminal
+        self._errors = Console(stderr=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=self._errors, transient=True, disable=not self._errors.is_terminal,
+        )  # fmt: skip
+        self._task = self._progress.add_task("starting", total=n_steps)
+        self._n_begun = 0
+        self._told = ""
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def begin(self, text: str) -> None:
+        """A step begins; the one before has ended."""
+        self._progress.update(self._task, description=text, completed=self._n_begun)
+        self._n_begun += 1
+        if text != self._told and not self._errors.is_terminal:
+            self._errors.print(f"... {text}")
+        self._told = text
+
+
+class FSView(ProgressView):
+    """Shows one run of ``tierkv bench fs``."""
+
+    def __init__(self, plan: FSPlan, *, quiet: bool) -> None:
+        super().__init__(len(plan.cells) * plan.n_rounds, quiet=quiet)
+        self._plan = plan
+        self._results: list[Measured] = []
+        self.console.print(
+            f"{plan.root}: {format_size(plan.size_nbytes)} a measurement, {plan.n_rounds} rounds; in GB/s of 10^9 "
+            "bytes; x is the tier's part of plain files in the same round"
+        )
+
+    def step(self, cell: Cell) -> None:
+        self.begin(f"chunks of {format_size(cell.chunk_nbytes)}, threads: {cell.n_threads}")
+
+    def measured(self, result: Measured) -> None:
+        self._results.append(result)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._results:
+            self.console.print(self._table())
+
+    def advice(self, measured: Sequence[Measured], choice: Choice, settings: str) -> None:
+        """What follows from the table."""
+        if measured[0].direct is None:
+            self.console.print("No direct I/O here: chunks go through the page cache; the times include syncing them.")
+        chunk = format_size(choice.chunk_nbytes)
+        self.console.print(
+            f"Chunks of {chunk} are the smallest with {CHUNK_PART:.0%} of the best speed; for them n_read_threads "
+            f"{choice.n_read_threads} and n_write_threads {choice.n_write_threads} are the least with "
+            f"{THREADS_PART:.0%} of it."
+        )
+        if self._plan.block_nbytes is None:
+            self.console.print(
+                f"blocks_per_chunk is {chunk} divided by the bytes of one KV block in all layers, rounded up; --block "
+                "tells them to this command."
+            )
+        self.console.print("In vLLM's kv_connector_extra_config:")
+        self.console.print(settings, markup=False)
+
+    def _table(self) -> Table:
+        table = Table(box=SIMPLE_HEAD)
+        for name in ("chunk", "threads", "store", "x", "load", "x", "direct w/r", "buffered w/r"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in self._results:
+            table.add_row(
+                format_size(one.cell.chunk_nbytes),
+                str(one.cell.n_threads),
+                gb_per_s(one.tier.write),
+                f"{one.write_part:.2f}",
+                gb_per_s(one.tier.read),
+                f"{one.read_part:.2f}",
+                "-" if one.direct is None else _both(one.direct),
+                _both(one.buffered),
+            )
+        return table
+
+
+def gb_per_s(nbytes_per_s: float) -> str:
+    """As people write it: three digits that mean something."""
+    value = nbytes_per_s / 1e9
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.4f}"
+
+
+def _both(speeds: Speeds) -> str:
+    return f"{gb_per_s(speeds.write)}/{gb_per_s(speeds.read)}"
