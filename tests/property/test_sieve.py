@@ -79,7 +79,7 @@ def ask(how: str, order: SIEVE, model: ByStamp) -> None:
     if how == "evict":
         assert order.evict(2) == leaving
     else:
-        assert list(islice(order.victims(), len(leaving))) == leaving
+        assert list(islice(order.victims(), None if how == "ask" else len(leaving))) == leaving
     for key in leaving if how != "ask" else ():
         order.on_remove(key, evicted=True)
         model.on_remove(key, evicted=True)
