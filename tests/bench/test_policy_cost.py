@@ -6,6 +6,7 @@ import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import pytest
 
@@ -31,11 +32,17 @@ def pieces(chains: Iterable[Sequence[Chunk]], size: int) -> list[Sequence[Chunk]
 
 
 def seconds(call: Callable[[Sequence[Chunk]], object], parts: Sequence[Sequence[Chunk]]) -> float:
+    """Processor time of this thread: what the neighbours take does not count."""
     gc.collect()
-    began = time.perf_counter()
+    began = time.thread_time()
     for part in parts:
         call(part)
-    return time.perf_counter() - began
+    return time.thread_time() - began
+
+
+def seconds_of_inserts(make: Callable[[], Callable[[Sequence[Chunk]], object]], parts: list[Sequence[Chunk]]) -> float:
+    """The best of three, each into an order of its own."""
+    return min(seconds(make(), parts) for _ in range(3))
 
 
 def touch_tail_first(order: OrderedDict[ChunkKey, None], chunks: Sequence[Chunk]) -> None:
@@ -51,7 +58,7 @@ def test_cost_does_not_depend_on_the_pieces() -> None:
     for size in (LENGTH, 16, 1):
         policy = LRU()
         parts = pieces(chains, size)
-        inserted = seconds(policy.on_insert, parts)
+        inserted = min(seconds_of_inserts(lambda: LRU().on_insert, parts), seconds(policy.on_insert, parts))
         cost[size] = (inserted, min(seconds(policy.on_access, parts) for _ in range(3)))
     for size in (16, 1):
         assert cost[size][0] < 5 * cost[LENGTH][0], f"insert in pieces of {size}: {cost}"
@@ -62,10 +69,11 @@ def test_cost_beside_a_plain_list() -> None:
     """Order of leaves costs at most 8 x (insert), 4 x (access) of an OrderedDict that is touched tail first."""
     parts = pieces(requests(), 16)
     policy, plain = LRU(), OrderedDict[ChunkKey, None]()
+    touch = partial(touch_tail_first, plain)
 
-    def touch(part: Sequence[Chunk]) -> None:
-        touch_tail_first(plain, part)
-
-    ours, theirs = seconds(policy.on_insert, parts), seconds(touch, parts)
+    ours = seconds_of_inserts(lambda: LRU().on_insert, parts)
+    theirs = seconds_of_inserts(lambda: partial(touch_tail_first, OrderedDict[ChunkKey, None]()), parts)
     assert ours < 8 * theirs
+    policy.on_insert([chunk for part in parts for chunk in part])
+    touch([chunk for part in parts for chunk in part])
     assert min(seconds(policy.on_access, parts) for _ in range(3)) < 4 * min(seconds(touch, parts) for _ in range(3))
