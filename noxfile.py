@@ -109,7 +109,13 @@ def vllm(session: nox.Session) -> None:
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_CACHE_ROOT": _cache_dir(f"vllm-{VLLM_VERSION}"),
     }
-    session.run("pytest", *(session.posargs or ["tests/vllm", "tests/bench/test_scheduler_cost.py"]), env=env)
+    paths = [
+        "tests/vllm",
+        "tests/device",
+        "tests/cancel/test_device_cancellation.py",
+        "tests/bench/test_scheduler_cost.py",
+    ]
+    session.run("pytest", *(session.posargs or paths), env=env)
 
 
 @nox.session

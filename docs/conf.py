@@ -32,7 +32,7 @@ autodoc_typehints = "signature"
 autodoc_class_signature = "mixed"
 autodoc_default_options = {"members": True, "undoc-members": True}
 # What a tier's own file imports is the tier's business; the page about it must build without.
-autodoc_mock_imports = ["torch", "torch_npu", "vllm", "prometheus_client"]
+autodoc_mock_imports = ["numpy", "torch", "torch_npu", "vllm", "prometheus_client"]
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -43,6 +43,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|contextlib|dataclasses|enum|os|pathlib|typing|types|time)\..*"),
     ("py:.*", r"tierkv\.(.*\.)?_.*"),  # private types: said, not linked
     ("py:.*", r"hypothesis\..*|Settings"),
+    ("py:.*", r"torch\..*"),
     ("py:attr", r"[a-z_]+"),  # an attribute of the class at hand
     ("py:.*", r"(Path|Self|Sequence|Mapping|Iterable|Iterator|AsyncIterator|Callable|Any|Exception|Enum|StrEnum)"),
 ]

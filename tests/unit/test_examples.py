@@ -17,7 +17,8 @@ from tierkv.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-NEEDS_VLLM = {"vllm_tiering.py"}
+NEEDS_MORE = {"vllm_tiering.py", "torch_server.py"}
+"""Run where their libraries are: tests/vllm and tests/device."""
 FEW = settings(max_examples=20, stateful_step_count=30)
 
 
@@ -35,7 +36,7 @@ def _run(name: str, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - NEEDS_VLLM))
+@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - NEEDS_MORE))
 def test_an_example_runs(name: str) -> None:
     """It ends well, says something, and warns of nothing."""
     assert _run(name).strip()
