@@ -166,6 +166,15 @@ class CommitAware(Protocol):
 
 
 @runtime_checkable
+class Refreshing(Protocol):
+    """A policy that keeps recency apart from use: what vLLM tells of chunks that an ended request has only stored."""
+
+    def refresh(self, chunks: Sequence[Chunk]) -> None:
+        """These resident chunks, in prefix order, are the most recent where they stand now; that is no use of them."""
+        ...
+
+
+@runtime_checkable
 class BatchEvicting(Protocol):
     """A policy that can let many go at once for less than :meth:`~EvictionPolicy.victims` and a removal each cost."""
 

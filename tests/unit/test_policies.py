@@ -15,6 +15,7 @@ from tierkv.admission import All, DropPartialTail, MaxSize, SecondTouch, TinyLFU
 from tierkv.admission import Any as AnyRule
 from tierkv.errors import ConfigError
 from tierkv.policies import ARC, FIFO, LFU, LRU, MQ, S3FIFO, SIEVE, TTL, LeafFirst, Quota, TwoQ
+from tierkv.protocols import Refreshing
 from tierkv.types import Chunk, ChunkKey
 
 SLOT = 10
@@ -310,3 +311,18 @@ def test_admission_is_the_same_in_every_process() -> None:
     rule = TinyLFU(window=1_000)
     rule.admits(Chunk(ChunkKey(b"known")))
     assert [row.index(1) for row in rule._counts] == [931, 278, 279, 171]
+
+
+def test_refreshing_makes_recent_without_a_use() -> None:
+    """LRU and ARC put refreshed chunks at the back of where they stand; for ARC that is no step up to the frequent."""
+    for order in (LRU(), ARC(), LeafFirst(ARC())):
+        assert isinstance(order, Refreshing)
+        order.on_insert([Chunk(ChunkKey(name)) for name in (b"a", b"b", b"c")])
+        order.refresh([Chunk(ChunkKey(b"b")), Chunk(ChunkKey(b"c"))])
+        assert list(order.victims()) == [b"a", b"c", b"b"]
+    arc = ARC()
+    arc.on_insert([Chunk(ChunkKey(name)) for name in (b"a", b"b")])
+    arc.on_access([Chunk(ChunkKey(b"b"))])
+    arc.refresh([Chunk(ChunkKey(b"a"))])
+    assert list(arc.victims()) == [b"a", b"b"]
+    assert not isinstance(FIFO(), Refreshing)

@@ -110,7 +110,7 @@ def test_other_platforms_are_left_alone_unless_asked(factory, monkeypatch):
 
 def test_module_path_works_without_the_plugin(factory):
     """``spec_module_path: tierkv.vllm`` finds all three names."""
-    for name in tierkv.vllm.__all__:
+    for name in (name for name in tierkv.vllm.__all__ if name.endswith("Spec")):
         extra = {"spec_name": name + "X", "spec_module_path": "tierkv.vllm"}
         with pytest.raises(AttributeError):
             factory.get_spec_cls(extra)

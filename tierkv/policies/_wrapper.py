@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 
 from tierkv.errors import bad_setting
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware, Refreshing
 from tierkv.types import Chunk, ChunkKey
 
 _METHODS = ("on_insert", "on_access", "on_remove", "victims")
@@ -16,9 +16,11 @@ class Wrapper:
     """An order around another. It can do what the inner one can, and holds in any case.
 
     ``isinstance(wrapper, Expiring)`` tells the truth: ``expired`` exists where the wrapper or the inner order has it.
+    ``refresh`` exists where the inner order has it.
     """
 
     expired: Callable[[Chunk], bool]
+    refresh: Callable[[Sequence[Chunk]], None]
 
     def __init__(self, order: EvictionPolicy) -> None:
         check_order(type(self).__name__, order)
@@ -28,6 +30,8 @@ class Wrapper:
         self._held: set[ChunkKey] = set()
         if isinstance(order, Expiring) and not hasattr(type(self), "expired"):
             self.expired = order.expired
+        if isinstance(order, Refreshing):
+            self.refresh = order.refresh
 
     def __contains__(self, key: object) -> bool:
         raise NotImplementedError

@@ -62,6 +62,13 @@ class ARC(TwoQueues):
                     self._asked.add(key)
                     self._tie_is_over = is_old
 
+    def refresh(self, chunks: Sequence[Chunk]) -> None:
+        """To the back of the queue that each is in."""
+        for chunk in reversed(chunks):
+            for queue in (self._young, self._old):
+                if chunk.key in queue:
+                    queue.to_back(chunk.key)
+
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         for queue, ghosts in ((self._young, self._young_ghosts), (self._old, self._old_ghosts)):
             if key in queue:

@@ -64,6 +64,10 @@ class LRU(LeafOrder):
                 self._link(node, parent_key)
         self._stamp = stamp
 
+    def refresh(self, chunks: Sequence[Chunk]) -> None:
+        """Recency is all there is here: the same as a use."""
+        self.on_access(chunks)
+
     def _link_all(self, chunks: Sequence[Chunk]) -> None:
         line = self._line
         before = None

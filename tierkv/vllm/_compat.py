@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import vllm.config
@@ -20,10 +20,13 @@ __all__ = [
     "CacheHitSource",
     "OffloadingConnectorStats",
     "allows",
+    "callers_local",
     "current_vllm_config",
     "event",
+    "key_positions",
     "position_getter",
     "request_state",
+    "sliding_group_ids",
     "sliding_groups",
 ]
 
@@ -55,6 +58,15 @@ def position_getter(context: Any) -> Callable[[Any], int | None] | None:
     return getattr(context, "get_offload_key_position", None)
 
 
+def key_positions(context: Any) -> Mapping[Any, int]:
+    """``key -> end token`` of all the keys of a request, in the order in which vLLM made them; empty in 0.30.
+
+    Every key gets its position when the request arrives, so this is the request's whole prefix, also the part that vLLM
+    does not offer because it is stored already. There is no public way to ask for it.
+    """
+    return getattr(context, "_offload_key_positions", {})
+
+
 def allows(context: Any, medium: Any, locality: Any) -> bool:
     """Whether the request lets us load from such a tier (0.30: every request does)."""
     tier_filter = getattr(context, "load_tier_filter", None)
@@ -71,18 +83,23 @@ def sliding_groups(config: Any) -> frozenset[int]:
     groups = config.groups
     if all(hasattr(group, "sliding_window_size_in_chunks") for group in groups):
         return frozenset(g.group_id for g in groups if g.sliding_window_size_in_chunks is not None)
-    kv_cache_config = _callers_kv_cache_config()
-    if kv_cache_config is None:
-        return frozenset()
-    specs = {g.group_id: kv_cache_config.kv_cache_groups[g.group_id].kv_cache_spec for g in groups}
-    return frozenset(group_id for group_id, spec in specs.items() if not isinstance(spec, FullAttentionSpec))
+    known = {group.group_id for group in groups}
+    return sliding_group_ids() & known
 
 
-def _callers_kv_cache_config() -> Any:
+def sliding_group_ids() -> frozenset[int]:
+    """The same for whoever is given no ``OffloadingConfig``, as a ``CachePolicy`` is."""
+    kv_cache_config = callers_local("kv_cache_config", "kv_cache_groups")
+    groups = enumerate(getattr(kv_cache_config, "kv_cache_groups", ()))
+    return frozenset(i for i, group in groups if not isinstance(group.kv_cache_spec, FullAttentionSpec))
+
+
+def callers_local(name: str, attribute: str) -> Any:
+    """What some caller up the stack calls ``name`` and has ``attribute``, or None."""
     frame = sys._getframe(1)  # noqa: SLF001 (the documented way to look at callers)
     for _ in range(_FRAMES):
-        found = frame.f_locals.get("kv_cache_config")
-        if hasattr(found, "kv_cache_groups"):
+        found = frame.f_locals.get(name)
+        if hasattr(found, attribute):
             return found
         if frame.f_back is None:
             break
