@@ -15,7 +15,7 @@ from tierkv._level import LevelPlan
 from tierkv._mover import Completion, Mover, MoverLimits
 from tierkv.errors import ClosedError, TierKVError
 from tierkv.protocols import Clock, HostTier, ScanTier, Tier
-from tierkv.types import ChunkKey, Event
+from tierkv.types import ChunkKey, Event, Reason
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +119,8 @@ class Driver:
 
     def _on_done(self, completion: Completion) -> None:
         self.hierarchy.finish(completion.transfer_id, completion.outcome, ended=completion.ended)
+        if completion.outcome.reason is Reason.NO_SPACE:
+            self.hierarchy.refresh()  # the share has shrunk: room is to be made before the next write asks for it
         self.wake()
         self.kick()
 

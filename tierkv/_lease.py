@@ -46,9 +46,10 @@ class Pins:
         try:
             while len(pinned) < len(chunks):
                 n_before = len(pinned)
-                await self._pin_some(chunks[n_before:], pinned, deadline)
+                failed = not await self._pin_some(chunks[n_before:], pinned, deadline)
                 stuck = len(pinned) == n_before
-                if self._driver.clock() >= deadline or (stuck and not hierarchy.primary_busy):
+                # A chunk whose read has failed is not read again for the same asker: what is behind it is out of reach.
+                if failed or self._driver.clock() >= deadline or (stuck and not hierarchy.primary_busy):
                     break
                 if stuck:
                     await self._driver.change(deadline - self._driver.clock())
@@ -60,8 +61,11 @@ class Pins:
         hierarchy.access(chunks[: len(pinned)])
         return pinned
 
-    async def _pin_some(self, chunks: Sequence[Chunk], pinned: list[Entry], deadline: float) -> None:
-        """Promote what fits now, wait for it, and append the entries that are ready and held to ``pinned``."""
+    async def _pin_some(self, chunks: Sequence[Chunk], pinned: list[Entry], deadline: float) -> bool:
+        """Promote what fits now, wait for it, and append the entries that are ready and held to ``pinned``.
+
+        False if one of them did not come.
+        """
         hierarchy = self._driver.hierarchy
         entries = hierarchy.promote(chunks, limit=self.allowance(chunks))
         for entry in entries:
@@ -82,6 +86,7 @@ class Pins:
             raise
         self.unpin(entries[n_ready:])
         pinned += entries[:n_ready]
+        return n_ready == len(entries)
 
     def unpin(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

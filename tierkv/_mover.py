@@ -319,8 +319,8 @@ def _failed(key: ChunkKey, reason: Reason) -> Outcome:
 
 
 def _answered(outcome: Outcome) -> bool:
-    """The tier works: a miss or a full level is an answer, an error or a full disk is not."""
-    return outcome.status is not Status.FAILED and outcome.reason is not Reason.NO_SPACE
+    """The tier works: a miss or a refusal is an answer (a full disk still serves what it holds), an error is not."""
+    return outcome.status is not Status.FAILED
 
 
 def padded_nbytes(chunk_nbytes: int) -> int:

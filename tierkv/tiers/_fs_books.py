@@ -98,6 +98,11 @@ class Books:
             self._writing_nbytes += nbytes
             return True
 
+    def grow_by_at_most(self, nbytes: int) -> None:
+        """The file system gives us no more than this beyond what we hold, until the limit is decided anew."""
+        with self.lock:
+            self.limit_nbytes = min(self.limit_nbytes, self.counted_nbytes + nbytes)
+
     def abort_write(self, nbytes: int) -> None:
         """The unfinished file is gone."""
         with self.lock:

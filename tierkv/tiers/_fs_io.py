@@ -44,8 +44,6 @@ _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TOUCH_AFTER_S: Final = 60.0
 """A read renews the file's time if it is older than this: recency that survives a kill, at one inode write a minute."""
-
-
 Identity = tuple[int, int]
 """Inode and time of last change: tells a file from one that replaced it, whose inode may be the same."""
 
@@ -120,15 +118,17 @@ class ChunkFiles:
         name = file_name(chunk.key, owner)
         part = part_name(name, scratch.worker)
         leaf_fd = self._make_leaf(leaf_of(chunk.key))
+        is_whole_part = False
         try:
-            try:
-                self._write_part(leaf_fd, part, parts)
-                os.rename(part, name, src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
-            except BaseException:
-                unlink_quietly(part, leaf_fd)
-                raise
+            self._write_part(leaf_fd, part, parts)
+            is_whole_part = True
+            os.rename(part, name, src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
             if self._durable:
                 os.fsync(leaf_fd)
+        except BaseException:
+            if not unlink_quietly(part, leaf_fd) and is_whole_part:
+                unlink_quietly(name, leaf_fd)  # it has its name, whatever was said: nobody counts it there
+            raise
         finally:
             os.close(leaf_fd)
 
@@ -296,6 +296,8 @@ class ChunkFiles:
                     raise
             self._leave_direct(fd)
         if os.preadv(fd, parts, 0) != total:
+            if os.fstat(fd).st_size == found.st_size:  # the file is as long as it was: not its fault
+                raise OSError(errno.EIO, "the read ended short")
             raise CorruptFileError("the file ends short", found)
 
     def _leave_direct(self, fd: int) -> None:
@@ -389,7 +391,9 @@ def unlink(name: str, dir_fd: int) -> None:
         os.rmdir(name, dir_fd=dir_fd)
 
 
-def unlink_quietly(name: str, dir_fd: int) -> None:
-    """Remove what is not worth an error."""
+def unlink_quietly(name: str, dir_fd: int) -> bool:
+    """Remove what is not worth an error; False if there was nothing, or it could not be removed."""
     with contextlib.suppress(OSError):
         unlink(name, dir_fd)
+        return True
+    return False

@@ -21,6 +21,8 @@ from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 _log = logging.getLogger(__name__)
 
 _MISSING: Final = Status.MISSING
+_DENIED_IN_A_ROW: Final = 3
+"""Writes that a file system with room to spare refuses for want of it before that counts as full."""
 
 
 class Operations:
@@ -45,6 +47,7 @@ class Operations:
         self._spare_nbytes = spare_nbytes
         self._ring = ScratchRing(n_workers)
         self._room_lock = threading.Lock()
+        self._n_denied = 0
 
     def read_some(
         self, items: Sequence[tuple[ChunkKey, memoryview]], outcomes: list[Outcome | None], indices: Iterator[int]
@@ -110,7 +113,7 @@ class Operations:
         except OSError as error:
             self._books.abort_write(charge)
             if error.errno in NO_SPACE:
-                self._tally.add("no_space")
+                self._no_room(charge)
                 return Outcome(key, Status.REFUSED, Reason.NO_SPACE)
             self._tally.add("failed_writes")
             return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierWriteError, self._name, key, error))
@@ -123,6 +126,7 @@ class Operations:
         if held is not None and held.slot != slot:
             self._put_away(key, self._seat.ids[held.slot], None)  # its earlier copy, from a dead owner
         self._books.end_write(key, slot, owner, charge)
+        self._n_denied = 0
         self._lookups.found(key)
         return Outcome(key, Status.OK)
 
@@ -133,9 +137,22 @@ class Operations:
         if not self._scanner.writable:
             return Reason.SCANNING
         if self._spare_nbytes() < charge:
-            self._tally.add("no_space")
+            self._no_room(charge)
             return Reason.NO_SPACE
         return None if self._charge(charge) else Reason.FULL
+
+    def _no_room(self, charge: int) -> None:
+        """The file system is full: hold no more than we do, so that the ledger makes room within its share.
+
+        At once where the file system says so itself; where it does not (a quota), after a few writes in a row.
+        """
+        self._tally.add("no_space")
+        self._n_denied += 1
+        spare_nbytes = self._spare_nbytes()
+        if spare_nbytes < charge:
+            self._books.grow_by_at_most(max(0, spare_nbytes))
+        elif self._n_denied >= _DENIED_IN_A_ROW:
+            self._books.grow_by_at_most(0)
 
     def _charge(self, nbytes: int) -> bool:
         """Charge a file before it is made; files that nobody alive can read make room for it."""
