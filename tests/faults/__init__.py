@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import pytest
 
@@ -201,27 +201,49 @@ class Rule:
         return seen, struck, waiting
 
 
-def in_child(function: Any, *args: str | int | Path, folder: Path, timeout_s: float = 50.0, **environment: str) -> None:
-    """Run an async test function in a process of its own, with the shim; fails with what it said if it fails.
+class Child:
+    """A process of its own that runs an async function of a test module under the shim: ``with Child(...) as child``.
 
     Args:
         function: a module-level coroutine function.
         *args: what it is called with, as text, behind a :class:`Faults`.
-        folder: for the table of rules.
-        timeout_s: how long it may take.
+        folder: for the table of rules; one for each child.
         **environment: more of it.
     """
-    faults = Faults(folder / "faults")
-    what = [f"{function.__module__}:{function.__qualname__}", json.dumps([str(arg) for arg in args])]
-    env = os.environ | faults.environment | {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "error"} | environment
-    try:
-        command = [sys.executable, "-m", "tests.faults", *what]
-        run = subprocess.run(
-            command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    finally:
-        faults.close()
-    assert run.returncode == 0, f"in the child:\n{run.stdout}{run.stderr}"
+
+    def __init__(self, function: Any, *args: str | int | Path, folder: Path, **environment: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.faults = Faults(folder / "faults")
+        target = f"{function.__module__}:{function.__qualname__}"
+        env = os.environ | self.faults.environment | {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "error"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults", target, json.dumps([str(arg) for arg in args])],
+            cwd=REPOSITORY, env=env | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def wait(self, timeout_s: float = 50.0) -> None:
+        """To its end; fails with what it said if it failed."""
+        said, _ = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == 0, f"in the child:\n{said}"
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone. What it wrote to its files stays as it is."""
+        self.process.kill()
+        self.process.communicate()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        self.faults.close()
+
+
+def in_child(function: Any, *args: str | int | Path, folder: Path, timeout_s: float = 50.0, **environment: str) -> None:
+    """Run a :class:`Child` to its end."""
+    with Child(function, *args, folder=folder, **environment) as child:
+        child.wait(timeout_s)
 
 
 def run_here(target: str, args: str) -> None:

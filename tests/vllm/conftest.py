@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +17,9 @@ ENGINES = ("test_engine", "test_serve")
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from tests.vllm.engine import engine_environment
+    from tests.vllm.ready import import_vllm
 
-    os.environ.update(engine_environment())
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs, and most of them at import
-        importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
+    import_vllm()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
