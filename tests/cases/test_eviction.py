@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ class _Family:
             assert not left_behind, (event, left_behind)
 
 
+def _leaf_first(inner: str) -> LeafFirst:
+    return LeafFirst(ORDERS[inner]())
+
+
 async def test_a02_a_prefix_loses_its_tail_before_its_head() -> None:
     """The head of a prefix was evicted before its tail, so that the rest was resident but unreachable.
 
@@ -91,7 +96,7 @@ async def test_a02_a_prefix_loses_its_tail_before_its_head() -> None:
     every chain is one run from its head, and no level evicts a chunk whose child it keeps.
     """
     makers: list[Callable[[], Any]] = [LRU]
-    makers += [lambda inner=inner: LeafFirst(ORDERS[inner]()) for inner in ("fifo", "lfu", "arc", "mq")]
+    makers += [partial(_leaf_first, inner) for inner in ("fifo", "lfu", "arc", "mq")]
     for make in makers:
         async with opened(cache_over(policy=make(), n_slots=4)) as cache:
             await keep(cache, prompt(1, 2))
