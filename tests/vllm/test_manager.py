@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from vllm.v1.kv_offload.base import Medium, TierFilter, TierMatcher
 
+from tests.distributions import install_shelves
 from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of
 from tierkv.types import Reason, Status
 from tierkv.vllm import _compat, _metrics
@@ -810,3 +811,21 @@ def test_windows_are_found_at_the_caller_before():
 def test_windows_of_an_unknown_caller_count_as_prefix_groups():
     """If nobody tells, nothing wrong is served: every group is taken for a prefix group."""
     assert _compat.sliding_groups(ConfigBefore033()) == frozenset()
+
+
+# -- tiers of others --------------------------------------------------------------------------------------------------
+
+
+def test_a_distributions_tier_serves_vllm(kit, tmp_path, monkeypatch):
+    """A tier that came with ``pip install`` is a type of secondary tier: stored, reset out of memory, read back."""
+    monkeypatch.syspath_prepend(str(install_shelves(tmp_path)))
+    engine, keys = kit(tiers=[{"type": "shelf", "color": "blue", "capacity": "1MiB"}]), keys_of("a", 3)
+    assert engine.hierarchy.levels[1].name == "blue shelf"
+    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.store(keys)
+    engine.until(lambda: engine.at_rest() and engine.statistics(1).n_chunks == 3)
+    engine.hierarchy.reset((0,))
+    context = engine.request(keys)
+    engine.until(lambda: engine.lookup(keys, context) == [HIT] * 3)
+    engine.load(keys, context)
+    sys.modules.pop("shelves")

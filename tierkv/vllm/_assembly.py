@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections import OrderedDict
@@ -17,6 +16,7 @@ from tierkv.errors import ClosedError, bad_setting
 from tierkv.policies import TTL
 from tierkv.policies.parse import parse_policy
 from tierkv.protocols import Admission, Charging, Clock, EvictionPolicy, Tier
+from tierkv.tiers.parse import third_party_tier
 from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm import _compat
 from tierkv.vllm._below import Below, LowerLevel
@@ -162,8 +162,9 @@ def make_tier(index: int, options: TierOptions) -> Tier:
     Raises:
         ConfigError: it does not take these settings, or what it needs is not installed.
     """
-    if options.module_path is not None:
-        return _foreign_tier(index, options)
+    if options.is_foreign:
+        where = f"secondary_tiers[{index}].type"
+        return third_party_tier(where, options.type, options.extra, module_path=options.module_path)
     try:
         from tierkv.tiers.fs import FSTier  # noqa: PLC0415 (needs the fs extra, and nobody else does)
     except ImportError as error:
@@ -177,15 +178,6 @@ def make_tier(index: int, options: TierOptions) -> Tier:
     }
     given = {name: value for name, value in settings.items() if value is not None}
     return FSTier(options.root_dir, name="fs", durability=options.durability, **given)  # type: ignore[arg-type]
-
-
-def _foreign_tier(index: int, options: TierOptions) -> Tier:
-    assert options.module_path is not None
-    try:
-        return getattr(importlib.import_module(options.module_path), options.type)(**options.extra)  # type: ignore[no-any-return]
-    except (ImportError, AttributeError, TypeError) as error:
-        allowed = f"a tier class of {options.module_path} that takes these settings ({error})"
-        raise bad_setting(f"secondary_tiers[{index}].type", options.type, allowed, "fs") from error
 
 
 def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:

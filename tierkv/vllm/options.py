@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierkv.errors import ConfigError, bad_setting, unknown_setting
+from tierkv.tiers.parse import third_party_names
 from tierkv.vllm._settings import TOP, Reader, nearest_name
 
 MAX_THREADS = 256
@@ -66,6 +67,11 @@ class TierOptions:
     queue_nbytes: int | None = None
     module_path: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_foreign(self) -> bool:
+        """A third party's tier, by module or by entry point."""
+        return self.module_path is not None or self.type not in TIER_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,23 +239,24 @@ def _parse_tier(index: int, raw: object, warnings: list[str]) -> TierOptions:
         raise bad_setting(f"{where}.type", kind, f"one of {', '.join(TIER_TYPES)}", TIER_TYPES[0])
     if module_path is not None and (not isinstance(module_path, str) or not module_path):
         raise bad_setting(f"{where}.module_path", module_path, "the import path of a module", "my_package.my_module")
-    known = _FS_KEYS if module_path is None else _COMMON_TIER_KEYS
-    if module_path is None:
-        if kind not in TIER_TYPES:
-            near = difflib.get_close_matches(kind, TIER_TYPES, n=1, cutoff=0.0)
-            allowed = f"one of {', '.join(TIER_TYPES)}, or a class of the module that module_path names"
-            raise bad_setting(f"{where}.type", kind, allowed, near[0])
+    fs = module_path is None and kind in TIER_TYPES
+    known = _FS_KEYS if fs else _COMMON_TIER_KEYS
+    if fs:
         for key in raw:
             if key not in known:
                 raise unknown_setting(str(key), where, known)
+    elif module_path is None and ":" not in kind and kind not in third_party_names():
+        names = [*TIER_TYPES, *third_party_names()]
+        near = difflib.get_close_matches(kind, names, n=1, cutoff=0.0)
+        allowed = f"one of {', '.join(names)}, module:Class, or a class of the module that module_path names"
+        raise bad_setting(f"{where}.type", kind, allowed, near[0])
     get = Reader(raw, where)
     _ignore_backpressure(get, warnings)
-    extra = {} if module_path is None else {k: v for k, v in raw.items() if k not in known and k != "module_path"}
-    return _build_tier(get, kind, module_path, extra)
+    extra = {} if fs else {k: v for k, v in raw.items() if k not in known and k != "module_path"}
+    return _build_tier(get, kind, module_path, extra, fs=fs)
 
 
-def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[str, Any]) -> TierOptions:
-    fs = module_path is None
+def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[str, Any], *, fs: bool) -> TierOptions:
     return TierOptions(
         type=kind,
         root_dir=get.directory("root_dir") if fs else "",
