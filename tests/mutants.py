@@ -79,8 +79,8 @@ OURS: Final = [
     Mutant(
         "capacity is off by one chunk",
         LEDGER,
-        "            if charge > free:\n",
-        "            if charge > free + 64:\n",
+        "            if free < 0:\n",
+        "            if free < -64:\n",
         core.RUN,
     ),
     Mutant(
@@ -106,10 +106,38 @@ OURS: Final = [
     ),
     Mutant(
         "a held key is named",
-        POLICIES + "_leaf_order.py",
-        "            if node.held or (node.n_children and",
-        "            if (node.n_children and",
+        POLICIES + "_line_order.py",
+        "            if item.held:\n                met.append(item)\n",
+        "            if False:\n                met.append(item)\n",
         "check_policy(FIFO)",
+    ),
+    Mutant(
+        "a held leaf is climbed past",
+        POLICIES + "_leaf_order.py",
+        "        return None if parent.n_children or parent.held else parent\n",
+        "        return None if parent.n_children else parent\n",
+        "pytest tests/property/test_lru.py",
+    ),
+    Mutant(
+        "a climb overtakes an older leaf",
+        POLICIES + "_leaf_order.py",
+        "                if parent.stamp > bound or len(gone) >= n_chunks:\n",
+        "                if len(gone) >= n_chunks:\n",
+        "pytest tests/property/test_lru.py",
+    ),
+    Mutant(
+        "a chunk forgets the children that came before it",
+        POLICIES + "lru.py",
+        "                if absent:\n                    seat.n_children = absent.pop(seat.key, 0)\n",
+        "",
+        "pytest tests/property/test_lru.py",
+    ),
+    Mutant(
+        "a chunk let go while it is aside never leaves",
+        "tierkv/_order.py",
+        "                    self._seating.readmit(entry)\n",
+        "                    pass\n",
+        core.RUN,
     ),
     Mutant(
         "a hold is not passed on to the inner order",
@@ -135,9 +163,8 @@ OURS: Final = [
     Mutant(
         "a parent that is known late is not linked",
         POLICIES + "lru.py",
-        "            if parent_key is not None and node.parent is None:\n"
-        "                self._link(node, parent_key)\n",
-        "",
+        "            if seat.link is None:\n                self._link(seat, parent_key)\n",
+        "            pass\n",
         "check_policy(LRU, leaves=True)",
     ),
     Mutant(

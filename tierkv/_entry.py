@@ -11,9 +11,11 @@ whatever still touches it has ended: a copy into it (``writing``), a copy out of
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
-from tierkv.types import Chunk, ChunkKey
+from tierkv.protocols import Seat
+from tierkv.types import Chunk
 
 
 class State(Enum):
@@ -25,8 +27,11 @@ class State(Enum):
 PENDING, READY, GONE = State.PENDING, State.READY, State.GONE
 
 
-class Entry:
-    """One chunk at one level. A handle: it outlives the key's stay in the index, so late completions stay harmless."""
+class Entry(Seat):
+    """One chunk at one level. A handle: it outlives the key's stay in the index, so late completions stay harmless.
+
+    Where the level's policy can rank entries, it keeps what it knows in the fields of :class:`~tierkv.protocols.Seat`.
+    """
 
     __slots__ = (
         "charge_nbytes", "chunk", "demote_refused", "generation", "holds", "owned", "promoted", "slot", "state",
@@ -34,10 +39,12 @@ class Entry:
     )  # fmt: skip
 
     def __init__(self, chunk: Chunk, charge_nbytes: int, state: State, *, owned: bool = True) -> None:
+        super().__init__(chunk.key)
         self.chunk = chunk
         self.charge_nbytes = charge_nbytes
         self.state = state
         self.owned = owned
+        self.held = state is PENDING
         self.slot: int = -1
         self.generation: int = 0
         self.holds: int = 0
@@ -52,10 +59,6 @@ class Entry:
         """The level below would not take it: its eviction is a removal."""
 
     @property
-    def key(self) -> ChunkKey:
-        return self.chunk.key
-
-    @property
     def settled(self) -> bool:
         """Nothing touches its space any more."""
         return not self.writing and not self.holds
@@ -63,3 +66,27 @@ class Entry:
     def __repr__(self) -> str:
         flags = f"{' writing' if self.writing else ''}{'' if self.owned else ' foreign'}"
         return f"<Entry {self.chunk.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
+
+
+def pending_in_slots(
+    chunks: Iterable[Chunk], slots: Iterable[int], generations: Sequence[int], charge_nbytes: int
+) -> list[Entry]:
+    """``Entry(chunk, charge_nbytes, PENDING)`` in its slot, for each: a loop costs less than that many constructors."""
+    make = Entry.__new__
+    entries: list[Entry] = []
+    append = entries.append
+    for chunk, slot in zip(chunks, slots, strict=True):
+        entry = make(Entry)
+        entry.key = chunk[0]
+        entry.link = None
+        entry.stamp = entry.n_children = entry.holds = 0
+        entry.held = entry.owned = entry.writing = True
+        entry.queued = entry.stored = entry.promoted = entry.demote_refused = False
+        entry.heaped = None
+        entry.chunk = chunk
+        entry.charge_nbytes = charge_nbytes
+        entry.state = PENDING
+        entry.slot = slot
+        entry.generation = generations[slot]
+        append(entry)
+    return entries

@@ -13,12 +13,13 @@ to the levels below -> evicted from the primary by a later offer -> ``find`` say
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple
 
-from tierkv._flow import NOTHING, PATIENCE, SLICE, Flow
+from tierkv._flow import NOTHING, SLICE
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import LevelBooks, bare
+from tierkv._room import Room
 from tierkv.types import (
     Chunk,
     ChunkKey,
@@ -39,7 +40,7 @@ UNSETTLED = -2
 """Answers of :meth:`Hierarchy.find`: no level has the key; no ledger knows it, but a tier should be probed."""
 
 
-_end_token = attrgetter("end_token")
+_end_token = itemgetter(Chunk._fields.index("end_token"))
 
 
 class Offer(NamedTuple):
@@ -53,7 +54,7 @@ class Offer(NamedTuple):
     """Copies under way may make room for what was refused as FULL."""
 
 
-class Hierarchy(Flow):
+class Hierarchy(Room):
     """See the module.
 
     Args:
@@ -122,7 +123,7 @@ class Hierarchy(Flow):
         fresh: dict[ChunkKey, Chunk] = {}
         n_twice = 0
         for chunk in chunks:
-            key = chunk.key
+            key = chunk[0]  # by number: every chunk that vLLM offers comes by
             entry = get(key)
             if entry is not None and self.primary.expired(entry) and not entry.holds:
                 self._leave(level, entry, Reason.EXPIRED)
@@ -138,7 +139,8 @@ class Hierarchy(Flow):
             else:
                 fresh[key] = chunk
         wanted = list(fresh.values())
-        wanted.sort(key=_end_token)  # stable, and quick where they are in order
+        if len(wanted) > 1:
+            wanted.sort(key=_end_token)  # stable, and quick where they are in order
         reserved = self._take_primary(wanted, chunks, shielded) if wanted else []
         refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
         n_again = len(wanted) - len(reserved) if tentative else 0
@@ -148,7 +150,8 @@ class Hierarchy(Flow):
         level.counts.present += len(present) + n_twice
         for _, reason in refused[: len(refused) - n_again]:
             level.counts.refuse(reason)
-        self._trim(level, chunks, shielded)
+        if level.min_free_nbytes:
+            self._trim(level, chunks, shielded)
         return Offer(reserved, present, refused, retry)
 
     def commit_store(self, entries: Iterable[Entry]) -> None:
@@ -158,14 +161,17 @@ class Hierarchy(Flow):
         for entry in entries:
             if entry.state is GONE:
                 self._writer_ended(level, entry)
-                continue
-            self.primary.commit(entry)
-            stored.append(entry)
-            self._emit(level, EventKind.STORED, entry.chunk)
+            else:
+                stored.append(entry)
+        self.primary.commit(*stored)
+        if self.record_events:
+            for entry in stored:
+                self._emit(level, EventKind.STORED, entry.chunk)
         level.counts.stored += len(stored)
         for lower in self.cascades:
             self._enqueue(lower, 0, stored, demote=False)
-        self._trim(level)
+        if level.min_free_nbytes:
+            self._trim(level)
 
     def abort_store(self, entries: Iterable[Entry], reason: Reason, *, ended: bool = True) -> None:
         """The bytes did not come. With ``ended=False`` a copy may still run: call again once it has ended."""
@@ -175,45 +181,6 @@ class Hierarchy(Flow):
                 self._leave(level, entry, reason)
             if ended:
                 self._writer_ended(level, entry)
-
-    def _take_primary(
-        self, wanted: Sequence[Chunk], request: Sequence[Chunk], shielded: Collection[ChunkKey]
-    ) -> list[Entry]:
-        """Reserve slots for the leading part, evicting what may leave at once, but nothing of ``request`` itself."""
-        level = self.levels[0]
-        slot_nbytes = level.plan.slot_nbytes
-        short = len(wanted) * slot_nbytes - self.primary.free_nbytes
-        if short <= 0:
-            return self.primary.reserve(wanted)
-        protect: set[ChunkKey | None] = {chunk.key for chunk in request}
-        protect.update([chunk.parent for chunk in wanted])
-        droppable = self._droppable(level)
-        guarded = self.guarded
-        patience = PATIENCE
-
-        def may_leave(entry: Entry) -> bool | None:
-            nonlocal patience
-            if entry.chunk.key in shielded or entry.chunk.key in guarded:
-                return False
-            if droppable is None or droppable(entry):
-                return True
-            patience -= 1
-            return False if patience else None
-
-        everybody = droppable is None and not shielded and not guarded
-        gone = self.primary.evict(-(-short // slot_nbytes), protect) if everybody else None
-        if gone is not None:
-            self._evicted(level, gone)
-        else:
-            self._evict(level, self.primary.victims(None if everybody else may_leave, protect, short))
-        reserved = self.primary.reserve(wanted)
-        if level.demotes and len(reserved) < len(wanted):
-            # Leaving takes a copy here: start it for those who will ask again.
-            short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
-            self._make_room(level, short, protect.union(shielded), sliced=True)
-            # Where the level below takes nothing, whoever was to be copied has left instead.
-            reserved += self.primary.reserve(wanted[len(reserved) :])
-        return reserved
 
     # -- using --------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 
-from tierkv._entry import GONE, PENDING, READY, Entry, State
-from tierkv.protocols import Admission, BatchEvicting, CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv._entry import GONE, PENDING, READY, Entry, State, pending_in_slots
+from tierkv._order import KeyedOrder, SeatedOrder
+from tierkv.protocols import Admission, EvictionPolicy, Expiring, Seating
 from tierkv.types import Chunk, ChunkKey
 
 __all__ = ("GONE", "PENDING", "READY", "Entry", "Ledger", "State")
@@ -59,12 +60,12 @@ class Ledger:
         self._generations = [0] * (n_slots or 0)
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
-        self._pin_aware = policy if isinstance(policy, PinAware) else None
-        self._commit_aware = policy if isinstance(policy, CommitAware) else None
+        self._order = (
+            SeatedOrder(policy, self._index) if isinstance(policy, Seating) else KeyedOrder(policy, self._index)
+        )
         self._expiring = policy if isinstance(policy, Expiring) else None
         self.expires = self._expiring is not None
         """The policy lets chunks expire."""
-        self._batch_evicting = policy if isinstance(policy, BatchEvicting) else None
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
 
@@ -112,46 +113,49 @@ class Ledger:
 
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
-        taken: list[Entry] = []
-        index, slots, charge, generations = self._index, self._free_slots, self._slot_nbytes, self._generations
-        free = available = self.free_nbytes  # with slots, exactly the free ones
-        for chunk in chunks:
-            if slots is None:
-                charge = self.charge(chunk)
-            if charge > free:
-                break
-            assert chunk.key not in index, "a key is reserved once"
-            entry = Entry(chunk, charge, PENDING)
-            if slots is not None:
-                entry.slot = slot = slots.pop()
-                entry.generation = generations[slot]
-            free -= charge
-            index[chunk.key] = entry
-            taken.append(entry)
-        if not taken:
-            return taken
-        self.pending_nbytes += available - free
-        self.n_pending += len(taken)
-        self.policy.on_insert(chunks if len(taken) == len(chunks) else chunks[: len(taken)])
-        if self._pin_aware is not None:
-            hold = self._pin_aware.hold
-            for entry in taken:
-                hold(entry.chunk.key)
+        slots, index = self._free_slots, self._index
+        n = min(len(chunks), len(slots)) if slots is not None else self._n_fitting(chunks)
+        if not n:
+            return []
+        if n < len(chunks):
+            chunks = chunks[:n]
+        if slots is not None:
+            taken = pending_in_slots(chunks, reversed(slots[-n:]), self._generations, self._slot_nbytes)
+            del slots[-n:]
+        else:
+            taken = [Entry(chunk, self.charge(chunk), PENDING) for chunk in chunks]
+        n_before = len(index)
+        for entry in taken:
+            index[entry.key] = entry
+        assert len(index) == n_before + n, "a key is reserved once"
+        self.n_pending += n
+        self.pending_nbytes += self._charged(taken)
+        self._order.insert(taken, chunks)
         return taken
 
-    def commit(self, entry: Entry) -> None:
-        """The copy into a PENDING entry has ended well: it can be read."""
-        assert entry.state is PENDING and entry.writing
-        entry.state = READY
-        entry.stored = True
-        entry.writing = False
-        self.n_pending -= 1
-        self.pending_nbytes -= entry.charge_nbytes
-        self.ready_nbytes += entry.charge_nbytes
-        if self._commit_aware is not None:
-            self._commit_aware.on_commit(entry.chunk.key)
-        if not entry.holds and self._pin_aware is not None:
-            self._pin_aware.release(entry.chunk.key)
+    def _n_fitting(self, chunks: Iterable[Chunk]) -> int:
+        """How many leading chunks fit into the free bytes."""
+        n, free = 0, self.free_nbytes
+        for chunk in chunks:
+            free -= self.charge(chunk)
+            if free < 0:
+                break
+            n += 1
+        return n
+
+    def commit(self, *entries: Entry) -> None:
+        """The copies into these PENDING entries have ended well: they can be read."""
+        nbytes = 0
+        for entry in entries:
+            assert entry.state is PENDING and entry.writing
+            entry.state = READY
+            entry.stored = True
+            entry.writing = False
+            nbytes += entry.charge_nbytes
+        self.n_pending -= len(entries)
+        self.pending_nbytes -= nbytes
+        self.ready_nbytes += nbytes
+        self._order.commit(entries)
 
     def insert_found(self, chunk: Chunk, charge_nbytes: int, *, owned: bool) -> Entry | None:
         """Enter a chunk that already lies on the medium; None if the key is here already.
@@ -167,7 +171,7 @@ class Ledger:
         self._index[chunk.key] = entry
         if owned:
             self.ready_nbytes += charge_nbytes
-            self.policy.on_insert([chunk])
+            self._order.insert((entry,), (chunk,))
         else:
             self.n_foreign += 1
             self.foreign_nbytes += charge_nbytes
@@ -181,9 +185,8 @@ class Ledger:
         entry.owned = True
         entry.charge_nbytes = charge_nbytes
         self.ready_nbytes += charge_nbytes
-        self.policy.on_insert([entry.chunk])
-        if entry.holds and self._pin_aware is not None:
-            self._pin_aware.hold(entry.chunk.key)
+        entry.held = entry.holds > 0
+        self._order.insert((entry,), (entry.chunk,))
 
     # -- using --------------------------------------------------------------------------------------------------
 
@@ -192,36 +195,57 @@ class Ledger:
 
         The chunk beside an entry may say more than the entry knows (a scan finds names, not parents); it is kept then.
         """
-        touched = []
+        touched: list[Entry] = []
+        learned = False
         for entry, chunk in used:
             if entry.state is GONE:
                 continue
             if entry.chunk.parent is None:
                 entry.chunk = chunk
+                learned |= chunk.parent is not None
             if entry.owned:
-                touched.append(entry.chunk)
+                touched.append(entry)
         if touched:
-            self.policy.on_access(touched)
+            self._order.access(touched, learned=learned)
 
-    def hold(self, entry: Entry) -> None:
-        """Ban the entry's eviction and the reuse of its space until the matching :meth:`release`."""
-        entry.holds += 1
-        if entry.holds > 1:
-            return
-        self.n_held += 1
-        self.held_nbytes += entry.charge_nbytes
-        if entry.state is READY and entry.owned and self._pin_aware is not None:
-            self._pin_aware.hold(entry.chunk.key)
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """:meth:`access` where the caller knows no more of the chunks than their entries do, which are all here."""
+        if self.n_foreign:
+            entries = [entry for entry in entries if entry.owned]
+        if entries:
+            self._order.access(entries, learned=False)
 
-    def release(self, entry: Entry) -> None:
-        assert entry.holds > 0, "each release matches a hold"
-        entry.holds -= 1
-        if entry.holds:
-            return
-        self.n_held -= 1
-        self.held_nbytes -= entry.charge_nbytes
-        if entry.state is READY and entry.owned and self._pin_aware is not None:
-            self._pin_aware.release(entry.chunk.key)
+    def hold(self, *entries: Entry) -> None:
+        """Ban their eviction and the reuse of their space until the matching :meth:`release`."""
+        fresh: list[Entry] = []
+        for entry in entries:
+            if entry.holds:
+                entry.holds += 1
+            else:
+                entry.holds = 1
+                fresh.append(entry)
+        if fresh:
+            self.n_held += len(fresh)
+            self.held_nbytes += self._charged(fresh)
+            self._order.hold(fresh)
+
+    def release(self, *entries: Entry) -> None:
+        """Take back one hold of each."""
+        idle: list[Entry] = []
+        for entry in entries:
+            assert entry.holds > 0, "each release matches a hold"
+            entry.holds -= 1
+            if not entry.holds:
+                idle.append(entry)
+        if idle:
+            self.n_held -= len(idle)
+            self.held_nbytes -= self._charged(idle)
+            self._order.release(idle)
+
+    def _charged(self, entries: Sequence[Entry]) -> int:
+        if self._free_slots is not None:
+            return len(entries) * self._slot_nbytes
+        return sum([entry.charge_nbytes for entry in entries])
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
@@ -271,19 +295,11 @@ class Ledger:
                 order.close()
         return chosen
 
-    def evict(self, n_slots: int, protect: Collection[ChunkKey | None]) -> list[Entry] | None:
+    def evict(self, n_slots: int, spared: Iterable[Entry]) -> list[Entry] | None:
         """:meth:`victims` and :meth:`drop` at once, for slots and a policy that can. None: it cannot."""
-        policy, index = self._batch_evicting, self._index
-        if policy is None or self._pin_aware is None or self._free_slots is None:
-            return None
-        found = [entry for key in protect if key is not None and (entry := index.get(key)) is not None]
-        spared = [entry.chunk.key for entry in found if entry.state is READY and not entry.holds]
-        for key in spared:
-            self._pin_aware.hold(key)
-        gone = [index[key] for key in policy.evict(n_slots)]
-        for key in spared:
-            self._pin_aware.release(key)
-        self._vacate(gone)
+        gone = self._order.evict(n_slots, spared) if self._free_slots is not None else None
+        if gone is not None:
+            self._vacate(gone)
         return gone
 
     def expired_entries(self, at_most: int) -> list[Entry]:
@@ -306,7 +322,7 @@ class Ledger:
     def remove(self, entry: Entry, *, evicted: bool) -> None:
         """Take an entry out of the index. Its space stays quarantined until :meth:`free`."""
         assert entry.state is not GONE
-        del self._index[entry.chunk.key]
+        del self._index[entry.key]
         if not entry.owned:
             self.n_foreign -= 1
             self.foreign_nbytes -= entry.charge_nbytes
@@ -317,29 +333,27 @@ class Ledger:
             else:
                 self.ready_nbytes -= entry.charge_nbytes
             self.quarantined_nbytes += entry.charge_nbytes
-            self.policy.on_remove(entry.chunk.key, evicted=evicted)
+            self._order.remove(entry, evicted=evicted)
         entry.state = GONE
         self._gone[id(entry)] = entry
 
     def drop(self, entries: Sequence[Entry], *, evicted: bool) -> None:
         """:meth:`remove` and :meth:`free` at once: READY entries of ours that nothing touches, in slots."""
         for entry in entries:
-            self.policy.on_remove(entry.chunk.key, evicted=evicted)
+            self._order.remove(entry, evicted=evicted)
         self._vacate(entries)
 
     def _vacate(self, entries: Sequence[Entry]) -> None:
         assert self._free_slots is not None
-        index, generations, put_back = self._index, self._generations, self._free_slots
-        nbytes = 0
+        index, generations, put_back = self._index, self._generations, self._free_slots.append
         for entry in entries:
             assert entry.state is READY and not entry.writing and not entry.holds
-            del index[entry.chunk.key]
+            del index[entry.key]
             entry.state = GONE
             slot = entry.slot
             generations[slot] += 1
-            put_back.append(slot)
-            nbytes += entry.charge_nbytes
-        self.ready_nbytes -= nbytes
+            put_back(slot)
+        self.ready_nbytes -= len(entries) * self._slot_nbytes
 
     def free(self, entry: Entry) -> None:
         """Give a GONE entry's space back. Nothing may touch it any more."""
@@ -357,7 +371,7 @@ class Ledger:
     def check(self) -> None:
         """Recount everything that is kept incrementally. For tests; O(n)."""
         entries = list(self._index.values())
-        assert all(key == entry.chunk.key for key, entry in self._index.items())
+        assert all(key == entry.key for key, entry in self._index.items())
         assert all(entry.state in (PENDING, READY) for entry in entries)
         assert all(entry.writing == (entry.state is PENDING) for entry in entries)
         assert all(entry.owned or entry.state is READY for entry in entries)
@@ -373,20 +387,7 @@ class Ledger:
         assert self.n_pending == sum(entry.state is PENDING for entry in entries)
         assert self.n_foreign == sum(not entry.owned for entry in entries)
         self._check_slots(entries + gone)
-        self._check_order(entries)
-
-    def _check_order(self, entries: Sequence[Entry]) -> None:
-        """The policy names every entry that may leave, once; of the others it may skip the busy and their ancestors."""
-        order = list(self.policy.victims())
-        assert len(order) == len(set(order)), "the policy names a key once"
-        owned = {entry.chunk.key: entry for entry in entries if entry.owned}
-        busy: set[ChunkKey] = set()
-        for entry in owned.values():
-            up: Entry | None = entry if entry.state is PENDING or entry.holds else None
-            while up is not None and up.chunk.key not in busy:
-                busy.add(up.chunk.key)
-                up = owned.get(up.chunk.parent) if up.chunk.parent is not None else None
-        assert owned.keys() - busy <= set(order) <= owned.keys(), "the policy orders what is resident, all of it"
+        self._order.check()
 
     def _check_slots(self, entries: Sequence[Entry]) -> None:
         if self._free_slots is None:

@@ -6,7 +6,7 @@ A protocol is frozen: a new method would be a new major version. What only some 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
@@ -180,6 +180,68 @@ class BatchEvicting(Protocol):
 
     def evict(self, n_chunks: int) -> list[ChunkKey]:
         """Forget the ``n_chunks`` that ``victims`` would name first, or all it would name; their keys, in order."""
+        ...
+
+
+class Seat:
+    """One resident chunk as an order sees it, in an object that belongs to somebody else; see :class:`Seating`."""
+
+    __slots__ = ("heaped", "held", "key", "link", "n_children", "queued", "stamp")
+
+    key: ChunkKey
+    link: ChunkKey | None
+    """The parent that it is counted under as a child."""
+    stamp: int
+    """0 while the order does not rank it; the higher, the later it leaves."""
+    n_children: int
+    held: bool
+    """It may not leave. The owner sets it; whoever clears it asks :meth:`Seating.readmit`."""
+    queued: bool
+    """It stands in the order's line."""
+    heaped: list[Any] | None
+    """Its place in the order's heap."""
+
+    def __init__(self, key: ChunkKey) -> None:
+        self.key = key
+        self.link = None
+        self.stamp = 0
+        self.n_children = 0
+        self.held = False
+        self.queued = False
+        self.heaped = None
+
+
+@runtime_checkable
+class Seating(Protocol):
+    """A policy that can keep what it knows in the seats of one ledger, instead of in records of its own.
+
+    A chunk then costs one object and one entry of a dictionary, where it costs two of each by key. Everything that the
+    policy does by key it still does, and the order is the same. Only a ledger has reason to ask for it, and for all its
+    chunks at once.
+    """
+
+    def share(self, seats: Mapping[ChunkKey, Seat]) -> None:
+        """Use these seats from now on. Called once, before the first chunk. Their owner enters and deletes them."""
+        ...
+
+    def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
+        """:meth:`~EvictionPolicy.on_insert` for seats that are in the mapping by now, some of them held."""
+        ...
+
+    def touch(self, seats: Sequence[Seat]) -> None:
+        """:meth:`~EvictionPolicy.on_access` where no chunk says more of its parent than before."""
+        ...
+
+    def readmit(self, seat: Seat) -> None:
+        """A seat is held no more."""
+        ...
+
+    def unseat(self, seat: Seat) -> None:
+        """:meth:`~EvictionPolicy.on_remove`; the owner deletes it from the mapping, before or after."""
+        ...
+
+    def evict_seats(self, n_chunks: int) -> Sequence[Seat]:
+        """:meth:`BatchEvicting.evict`: the seats that it forgot, in order, for the owner to delete."""
         ...
 
 

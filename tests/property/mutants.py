@@ -39,6 +39,7 @@ hunts = [("two levels, cascade", lambda: test_two_levels(Writes.CASCADE)),
     ("three levels, demote", lambda: test_three_levels(Writes.DEMOTE)),
     ("ledger, slots", lambda: test_ledger_agrees_with_its_model("lru", True)),
     ("ledger, bytes", lambda: test_ledger_agrees_with_its_model("in_order", False)),
+    ("ledger, seats", lambda: test_ledger_agrees_with_its_model("lru_seats", True)),
     ("an example", examples)]
 for name, hunt in hunts:
     try:
@@ -58,7 +59,9 @@ class Mutant(NamedTuple):
     new: str
 
 
-LEDGER, FLOW, HIERARCHY, LEVEL = (f"tierkv/_{name}.py" for name in ("ledger", "flow", "hierarchy", "level"))
+LEDGER, ORDER, FLOW, ROOM, HIERARCHY, LEVEL = (
+    f"tierkv/_{name}.py" for name in ("ledger", "order", "flow", "room", "hierarchy", "level")
+)
 
 MUTANTS = [
     Mutant(
@@ -81,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "a shielded key is evicted",
-        HIERARCHY,
+        ROOM,
         "if entry.chunk.key in shielded or entry.chunk.key in guarded:",
         "if entry.chunk.key in guarded:",
     ),
@@ -93,9 +96,21 @@ MUTANTS = [
     ),
     Mutant(
         "an offered key is evicted",
-        HIERARCHY,
-        "protect: set[ChunkKey | None] = {chunk.key for chunk in request}",
-        "protect: set[ChunkKey | None] = set()",
+        ROOM,
+        "protect = {chunk.key for chunk in request}",
+        "protect = set()",
+    ),
+    Mutant(
+        "a key that was offered again is evicted at once",
+        ROOM,
+        "[] if len(wanted) == len(request) else [chunk.key for chunk in request]",
+        "[]",
+    ),
+    Mutant(
+        "what was offered displaces its parent",
+        ROOM,
+        "                keys.append(parent)\n",
+        "                pass\n",
     ),
     Mutant(
         "a trim evicts what was just offered",
@@ -129,9 +144,9 @@ MUTANTS = [
     ),
     Mutant(
         "the policy is not told of a hold",
-        LEDGER,
-        " and self._pin_aware is not None:\n            self._pin_aware.hold(entry.chunk.key)\n\n    def release",
-        " and False:\n            self._pin_aware.hold(entry.chunk.key)\n\n    def release",
+        ORDER,
+        "                if entry.state is READY and entry.owned:\n                    self._pins.hold(entry.key)\n",
+        "                pass\n",
     ),
     Mutant(
         "a refusal is not counted",
@@ -242,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "victims depend on the order of the caller's set",
-        HIERARCHY,
+        ROOM,
         "        everybody = droppable is None and",
         "        short += level.plan.slot_nbytes * (next(iter(shielded), b'') > b'b')\n"
         "        everybody = droppable is None and",
@@ -286,8 +301,8 @@ MUTANTS = [
     ),
     Mutant(
         "an eviction of many takes what was offered",
-        LEDGER,
-        "        for key in spared:\n            self._pin_aware.hold(key)\n",
+        ORDER,
+        "        for entry in spared:\n            self._pins.hold(entry.key)\n",
         "",
     ),
     Mutant(

@@ -57,11 +57,11 @@ class Lower:
     def charge(self, nbytes: int) -> int:
         return rounded_charge(nbytes) if self.setup.rounded else nbytes
 
-    def plan(self, index: int, clock: ManualClock, low_water: float) -> LevelPlan:
+    def plan(self, index: int, clock: ManualClock, low_water: float, *, twin: bool) -> LevelPlan:
         return LevelPlan(
             name=f"level{index}",
             capacity_nbytes=self.setup.capacity_nbytes,
-            policy=make_policy(self.setup.policy, clock),
+            policy=make_policy(self.setup.policy, clock, twin=twin),
             admission=SecondOffer() if self.setup.second_offer else None,
             writes=self.setup.writes,
             charge=rounded_charge if self.setup.rounded else None,
@@ -106,12 +106,14 @@ class Rig:
         self.h, self.twin = (
             Hierarchy(
                 [
-                    LevelPlan("primary", 0, make_policy(policy, self.clock), n_slots=n_slots, slot_nbytes=SLOT),
-                    *(lower.plan(i + 1, self.clock, low_water) for i, lower in enumerate(self.lowers)),
+                    LevelPlan(
+                        "primary", 0, make_policy(policy, self.clock, twin=twin), n_slots=n_slots, slot_nbytes=SLOT
+                    ),
+                    *(lower.plan(i + 1, self.clock, low_water, twin=twin) for i, lower in enumerate(self.lowers)),
                 ],
                 record_events=True,
             )
-            for _ in range(2)
+            for twin in (False, True)
         )
         self.slots = [b"\0" * SLOT for _ in range(n_slots)]
         self.n_levels = 1 + len(self.lowers)

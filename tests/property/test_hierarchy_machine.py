@@ -23,7 +23,7 @@ setups = st.builds(
     LowerSetup,
     writes=st.sampled_from(Writes),
     capacity_nbytes=st.integers(2, 9).map(lambda n: n * 52),
-    policy=st.sampled_from(["lru", "lru_by_one", "fifo", "in_order", "fading", "fading"]),
+    policy=st.sampled_from(["lru", "lru_seats", "lru_seats", "lru_by_one", "fifo", "in_order", "fading", "fading"]),
     queue_nbytes=st.sampled_from([100, 200, 1 << 20, 1 << 20]),
     rounded=st.booleans(),
     second_offer=st.sampled_from([False, False, False, True]),
@@ -47,7 +47,7 @@ class HierarchyMachine(RuleBasedStateMachine):
     @initialize(
         data=st.data(),
         n_slots=st.integers(3, 8),
-        policy=st.sampled_from(["lru", "lru_by_one", "fifo", "in_order", "fading", "fading"]),
+        policy=st.sampled_from(["lru", "lru_seats", "lru_seats", "lru_by_one", "fifo", "in_order", "fading", "fading"]),
         low_water=st.sampled_from([0.0, 0.1, 0.4]),
     )
     def begin(self, data: st.DataObject, n_slots: int, policy: str, low_water: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -46,8 +46,8 @@ class NaiveOrder:
 
     def access(self, chunks: Sequence[Chunk]) -> None:
         for chunk in reversed(chunks) if self.leaves else ():
-            self.clock += 1
             if chunk.key in self.stamps:
+                self.clock += 1
                 self.stamps[chunk.key] = self.clock
                 self.link(chunk)
 
@@ -118,6 +118,7 @@ class OrderMachine(RuleBasedStateMachine):
 
     make: Callable[[], LRU | FIFO]
     leaves: bool
+    policy: LRU | FIFO
 
     @initialize(slack=st.sampled_from([0, 2, 64]))
     def begin(self, slack: int) -> None:
@@ -193,37 +194,60 @@ class OrderMachine(RuleBasedStateMachine):
         assert list(self.policy.victims()) == expected, "asking changes nothing"
         assert len(self.policy) == len(self.naive.stamps)
 
-    @invariant()
-    def books_agree(self) -> None:
-        policy = self.policy
-        assert not policy._line.keys() & policy._aside.keys()
-        nodes = {**policy._line, **policy._aside}
-        everyone = [*nodes.values(), *policy._absent.values()]
-        for node in everyone:
-            assert node.n_children == sum(other.parent is node for other in everyone)
-            assert node.entry is None or (node.entry[2] is node and node.entry[0] == node.stamp)
-        for key, node in policy._aside.items():
-            assert (node.entry is None) == bool(node.held or node.n_children), "leaves wait to leave, and only they"
-            assert node.key == key
-        assert all(node.entry is None for node in (*policy._line.values(), *policy._absent.values()))
-        line = [node.stamp for node in policy._line.values()]
-        assert line == sorted(line)
-        assert all(node.n_children and node.parent is None for node in policy._absent.values())
-        assert {key: node.parent.key for key, node in nodes.items() if node.parent} == self.naive.parents
-        live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]
-        assert sorted(id(entry) for entry in live) == sorted(id(node.entry) for node in everyone if node.entry)
-        assert {key: node.stamp for key, node in nodes.items()} == self.naive.stamps
-        assert len(set(self.naive.stamps.values())) == len(nodes), "no ties"
-
 
 class LRUMachine(OrderMachine):
     make = staticmethod(LRU)
     leaves = True
+    policy: LRU
+
+    @invariant()
+    def books_agree(self) -> None:
+        """Stamps and links are what a recount says; who may leave is in the line or in the heap, and not in both."""
+        policy = self.policy
+        seats = {key: seat for key, seat in policy._seats.items() if seat.stamp}
+        assert len(seats) == len(policy._seats) == len(policy)
+        assert {key: seat.stamp for key, seat in seats.items()} == self.naive.stamps
+        assert len(set(self.naive.stamps.values())) == len(seats), "no ties"
+        assert {key: seat.link for key, seat in seats.items() if seat.link} == self.naive.parents
+        children = Counter(self.naive.parents.values())
+        assert {key: seat.n_children for key, seat in seats.items() if seat.n_children} == {
+            key: n for key, n in children.items() if key in seats
+        }
+        assert policy._absent == {key: n for key, n in children.items() if key not in seats}
+        line = list(policy._line.items())
+        assert line == sorted(line, key=lambda place: place[0])
+        assert all(seat.stamp == stamp and seat.queued and not seat.n_children for stamp, seat in line)
+        queued = [key for key, seat in seats.items() if seat.queued]
+        assert sorted(queued) == sorted(seat.key for _, seat in line)
+        for key, seat in seats.items():
+            assert seat.key == key
+            if seat.heaped is not None:
+                assert not seat.queued and not seat.n_children
+                assert seat.heaped[2] is seat and seat.heaped[0] == seat.stamp
+            else:
+                assert seat.queued or seat.n_children or seat.held, "who may leave waits to leave"
+        live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]
+        assert sorted(id(entry) for entry in live) == sorted(id(seat.heaped) for seat in seats.values() if seat.heaped)
 
 
 class FIFOMachine(OrderMachine):
     make = staticmethod(FIFO)
     leaves = False
+    policy: FIFO
+
+    @invariant()
+    def books_agree(self) -> None:
+        """Everybody is in the line or aside, in order of stamps; aside are those who are held, or wait in the heap."""
+        policy = self.policy
+        assert not policy._line.keys() & policy._aside.keys()
+        items = {**policy._line, **policy._aside}
+        assert {key: item.stamp for key, item in items.items()} == self.naive.stamps
+        assert all((item.heaped is None) == item.held for item in policy._aside.values())
+        assert all(item.heaped is None for item in policy._line.values())
+        line = [item.stamp for item in policy._line.values()]
+        assert line == sorted(line)
+        live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]
+        assert sorted(id(entry) for entry in live) == sorted(id(item.heaped) for item in items.values() if item.heaped)
 
 
 TestLRU = LRUMachine.TestCase

@@ -186,9 +186,11 @@ class SecondOffer:
         return seen
 
 
-def make_policy(name: str, clock: Callable[[], float]) -> EvictionPolicy:
+def make_policy(name: str, clock: Callable[[], float], *, twin: bool = False) -> EvictionPolicy:
+    """``twin`` is the policy of a hierarchy that must do the same: an LRU in the ledger's seats beside one by key."""
     makers: dict[str, Callable[[], EvictionPolicy]] = {
         "lru": BatchGuard,
+        "lru_seats": BatchGuard if twin else LRU,
         "lru_by_one": LeafGuard,
         "fifo": FIFO,
         "in_order": InOrder,

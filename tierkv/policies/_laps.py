@@ -47,7 +47,7 @@ class Laps:
         item = self._find(key)
         if item is not None:
             item.held = False
-            if item.entry is None and key in self._aside:
+            if item.heaped is None and key in self._aside:
                 self._heap.add(item)
 
     def _find(self, key: ChunkKey) -> Item | None:

@@ -10,35 +10,36 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from tierkv.errors import bad_setting
-from tierkv.policies._leaf_order import LeafOrder, Node
+from tierkv.policies._line_order import LineOrder
+from tierkv.policies._stamp_heap import Item
 from tierkv.settings import as_integer
 from tierkv.types import Chunk, ChunkKey
 
 
-class Queue(LeafOrder):
+class Queue(LineOrder):
     """Keys in the order in which they were last put at the back. A held key keeps its place and is not named."""
 
     def put(self, key: ChunkKey, *, held: bool = False) -> None:
         """Put a key that is not here at the back."""
         self._stamp += 1
-        self._line[key] = node = Node(key, self._stamp)
-        node.held = held
+        self._line[key] = item = Item(key, self._stamp)
+        item.held = held
 
     def to_back(self, key: ChunkKey) -> None:
         """Put a key that is here at the back."""
         self._stamp += 1
-        node = self._line.get(key)
-        if node is not None:
+        item = self._line.get(key)
+        if item is not None:
             self._line.move_to_end(key)
-            node.stamp = self._stamp
+            item.stamp = self._stamp
         else:
             self._to_end(key, self._stamp)
 
     def take(self, key: ChunkKey) -> bool:
         """Remove a key that is here; tells whether it was held."""
-        node = self._find(key)
-        assert node is not None
-        held = node.held
+        item = self._find(key)
+        assert item is not None
+        held = item.held
         self.on_remove(key, evicted=False)
         return held
 

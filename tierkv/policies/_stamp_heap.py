@@ -9,7 +9,7 @@ Deterministic: equal stamps leave in the order in which they entered.
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tierkv.types import ChunkKey
 
@@ -20,19 +20,26 @@ Entry = list[Any]
 """``[stamp, number, item or None]``: mutable, since it is corrected, and compared in C. The number ends every tie."""
 
 
+class Stamped(Protocol):
+    """What can be in the heap."""
+
+    stamp: int
+    heaped: Entry | None
+
+
 class Item:
     """A resident chunk."""
 
-    __slots__ = ("entry", "held", "key", "stamp")
+    __slots__ = ("heaped", "held", "key", "stamp")
 
     def __init__(self, key: ChunkKey, stamp: int) -> None:
         self.key = key
         self.stamp = stamp
         self.held = False
-        self.entry: Entry | None = None
+        self.heaped: Entry | None = None
 
 
-T = TypeVar("T", bound=Item)
+T = TypeVar("T", bound=Stamped)
 
 
 class StampHeap(Generic[T]):
@@ -53,15 +60,15 @@ class StampHeap(Generic[T]):
             self._tidy()
         self._n_items += 1
         self._n_entries += 1
-        item.entry = [item.stamp, self._n_entries, item]
-        heappush(self.entries, item.entry)
+        item.heaped = [item.stamp, self._n_entries, item]
+        heappush(self.entries, item.heaped)
 
     def drop(self, item: T) -> None:
         """Let an item go, if it is in."""
-        if item.entry is not None:
+        if item.heaped is not None:
             self._n_items -= 1
-            item.entry[2] = None
-            item.entry = None
+            item.heaped[2] = None
+            item.heaped = None
 
     def begin(self) -> int:
         """Begin an iteration: put back what the one before took and nobody removed. Returns its number."""

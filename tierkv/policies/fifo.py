@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierkv.policies._leaf_order import LeafOrder, Node
+from tierkv.policies._line_order import LineOrder
+from tierkv.policies._stamp_heap import Item
 from tierkv.types import Chunk
 
 
-class FIFO(LeafOrder):
+class FIFO(LineOrder):
     """The chunk that was inserted first leaves first, used or not; the tail of one batch before its head.
 
     Parents play no part: a request that extends another's prefix outlives it, and its tail is then unreachable until
@@ -23,7 +24,7 @@ class FIFO(LeafOrder):
             key = chunk.key
             if key not in line and key not in aside:
                 self._stamp += 1
-                line[key] = Node(key, self._stamp)
+                line[key] = Item(key, self._stamp)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         """Use does not count."""

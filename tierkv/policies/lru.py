@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierkv.policies._leaf_order import LeafOrder, Node
-from tierkv.types import Chunk
+from tierkv.policies._leaf_order import LeafOrder
+from tierkv.protocols import Seat
+from tierkv.types import Chunk, ChunkKey
 
 
 class LRU(LeafOrder):
@@ -23,61 +24,85 @@ class LRU(LeafOrder):
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        line, aside, absent = self._line, self._aside, self._absent
-        stamp = self._stamp
-        linked = False
-        for chunk in reversed(chunks):
-            # Key and parent by number, here and below: every access comes by, and names take twice as long.
-            stamp += 1
+        own, known = self._own, self._seats
+        seats: list[Seat] = []
+        for chunk in chunks:
             key = chunk[0]
-            if key in line:
-                line[key].stamp = stamp
-                line.move_to_end(key)
-            elif key in aside:
-                self._to_end(key, stamp)
-            elif key in absent:
-                self._arrive(key, stamp)
-            else:
-                line[key] = Node(key, stamp)
-            if chunk[1] is not None:
-                linked = True
-        self._stamp = stamp
-        if linked:
-            self._link_all(chunks)
+            seat = known.get(key)
+            if seat is None:
+                assert own is not None, "who lends seats has entered the chunk's"
+                seat = own[key] = Seat(key)
+            seats.append(seat)
+        self.seat(seats, chunks)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        line, aside = self._line, self._aside
-        stamp = self._stamp
-        for chunk in reversed(chunks):
-            stamp += 1
-            key = chunk[0]
-            node = line.get(key)
-            if node is not None:
-                line.move_to_end(key)
-                node.stamp = stamp
-            elif key in aside:
-                node = self._to_end(key, stamp)
-            else:
+        known = self._seats
+        seats: list[Seat] = []
+        late: list[tuple[Seat, ChunkKey]] = []
+        for chunk in chunks:
+            # Key and parent by number, here and below: every access comes by, and names take twice as long.
+            seat = known.get(chunk[0])
+            if seat is None or not seat.stamp:
                 continue
+            seats.append(seat)
             parent_key = chunk[1]
-            if parent_key is not None and node.parent is None:
-                self._link(node, parent_key)
-        self._stamp = stamp
+            if parent_key is not None and seat.link is None:
+                late.append((seat, parent_key))
+        self.touch(seats)
+        for seat, parent_key in reversed(late):
+            if seat.link is None:
+                self._link(seat, parent_key)
 
     def refresh(self, chunks: Sequence[Chunk]) -> None:
         """Recency is all there is here: the same as a use."""
         self.on_access(chunks)
 
-    def _link_all(self, chunks: Sequence[Chunk]) -> None:
-        line = self._line
-        before = None
-        for chunk in chunks:
-            node, parent_key = line[chunk.key], chunk.parent
-            if parent_key is not None and node.parent is None:
-                if before is not None and before.key == parent_key and before is not node and not node.n_children:
+    def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
+        """Rank new chunks, and such as are here already, as the newest, the first of them above all."""
+        base = self._stamp
+        stamp = self._stamp = base + len(seats)
+        absent = self._absent
+        leaves: list[Seat] = []
+        before: Seat | None = None
+        twice = False
+        for seat, chunk in zip(seats, chunks, strict=True):
+            if not seat.stamp:
+                seat.stamp = stamp
+                self._n_resident += 1
+                if absent:
+                    seat.n_children = absent.pop(seat.key, 0)
+            elif seat.stamp <= base:
+                self._leave_place(seat)
+                seat.stamp = stamp
+            else:
+                twice = True
+            stamp -= 1
+            parent_key = chunk[1]
+            if parent_key is not None and seat.link is None:
+                if before is not None and before.key == parent_key and before is not seat and not seat.n_children:
                     # The usual case, a chain in order: without children it cannot be an ancestor of the one before.
-                    node.parent = before
+                    seat.link = parent_key
                     before.n_children += 1
-                else:
-                    self._link(node, parent_key)
-            before = node
+                    before = seat
+                    continue
+                self._link(seat, parent_key)
+            if before is not None:
+                leaves.append(before)
+            before = seat
+        if before is not None:
+            leaves.append(before)
+        self._queue(list(dict.fromkeys(leaves)) if twice else leaves)
+
+    def touch(self, seats: Sequence[Seat]) -> None:
+        """Rank resident chunks as the newest, the first of them above all."""
+        base = self._stamp
+        stamp = self._stamp = base + len(seats)
+        leaves: list[Seat] = []
+        for seat in seats:
+            if seat.stamp <= base:
+                if not seat.n_children:
+                    self._leave_place(seat)
+                    leaves.append(seat)
+                seat.stamp = stamp
+            stamp -= 1
+        self._queue(leaves)

@@ -1,0 +1,76 @@
+"""How the primary gets room for what is offered or promoted: who may leave for it, and who leaves.
+
+Nothing here is called from outside :mod:`tierkv._hierarchy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from tierkv._flow import PATIENCE, Flow
+from tierkv._ledger import Entry
+from tierkv.types import Chunk, ChunkKey
+
+
+class Room(Flow):
+    """The part of :class:`~tierkv._hierarchy.Hierarchy` that finds slots."""
+
+    def _take_primary(
+        self, wanted: Sequence[Chunk], request: Sequence[Chunk], shielded: Collection[ChunkKey]
+    ) -> list[Entry]:
+        """Reserve slots for the leading part, evicting what may leave at once, but nothing of ``request`` itself."""
+        level = self.levels[0]
+        slot_nbytes = level.plan.slot_nbytes
+        short = len(wanted) * slot_nbytes - self.primary.free_nbytes
+        if short <= 0:
+            return self.primary.reserve(wanted)
+        droppable = self._droppable(level)
+        everybody = droppable is None and not shielded and not self.guarded
+        protect: set[ChunkKey | None] = set()
+        gone = None
+        if everybody:
+            n_slots = max(-(-short // slot_nbytes), level.n_ahead)
+            gone = self.primary.evict(n_slots, self._spared(wanted, request))
+        if gone is not None:
+            self._evicted(level, gone)
+        else:
+            protect = {chunk.key for chunk in request}
+            protect.update([chunk.parent for chunk in wanted])
+            accept = None if everybody else self._may_leave(droppable, shielded)
+            self._evict(level, self.primary.victims(accept, protect, short))
+        reserved = self.primary.reserve(wanted)
+        if level.demotes and len(reserved) < len(wanted):
+            # Leaving takes a copy here: start it for those who will ask again.
+            short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
+            self._make_room(level, short, protect.union(shielded), sliced=True)
+            # Where the level below takes nothing, whoever was to be copied has left instead.
+            reserved += self.primary.reserve(wanted[len(reserved) :])
+        return reserved
+
+    def _may_leave(
+        self, droppable: Callable[[Entry], bool] | None, shielded: Collection[ChunkKey]
+    ) -> Callable[[Entry], bool | None]:
+        """Who may leave the primary at once; None once enough of those who must be copied first have been met."""
+        guarded, patience = self.guarded, PATIENCE
+
+        def may_leave(entry: Entry) -> bool | None:
+            nonlocal patience
+            if entry.chunk.key in shielded or entry.chunk.key in guarded:
+                return False
+            if droppable is None or droppable(entry):
+                return True
+            patience -= 1
+            return False if patience else None
+
+        return may_leave
+
+    def _spared(self, wanted: Sequence[Chunk], request: Sequence[Chunk]) -> list[Entry]:
+        """Primary entries of ``request``, of which ``wanted`` is absent, and of the parents of ``wanted``."""
+        keys: list[ChunkKey | None] = [] if len(wanted) == len(request) else [chunk.key for chunk in request]
+        before: ChunkKey | None = None
+        for key, parent, *_ in wanted:
+            if parent is not before:  # which is absent as well
+                keys.append(parent)
+            before = key
+        get = self.primary.get
+        return [entry for key in keys if key is not None and (entry := get(key)) is not None]
