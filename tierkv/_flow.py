@@ -323,9 +323,10 @@ class Flow:
         entry.writing = False
         self._settle(level, entry)
 
-    def _release(self, level: LevelBooks, entry: Entry) -> None:
-        level.ledger.release(entry)
-        self._settle(level, entry)
+    def _release(self, level: LevelBooks, *entries: Entry) -> None:
+        level.ledger.release(*entries)
+        for entry in dict.fromkeys([entry for entry in entries if entry.state is GONE]):
+            self._settle(level, entry)
 
     def _settle(self, level: LevelBooks, entry: Entry) -> None:
         """Free a GONE entry's space once nothing touches it; below the primary that takes a deletion first."""

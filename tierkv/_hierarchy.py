@@ -196,12 +196,13 @@ class Hierarchy(Room):
         for where in hit.levels:
             self.levels[where].counts.hits += 1
 
-    def hold(self, entry: Entry) -> None:
-        """Pin a primary entry, pending or ready, until :meth:`release`."""
-        self.primary.hold(entry)
+    def hold(self, *entries: Entry) -> None:
+        """Pin primary entries, pending or ready, until :meth:`release`."""
+        self.primary.hold(*entries)
 
-    def release(self, entry: Entry) -> None:
-        self._release(self.levels[0], entry)
+    def release(self, *entries: Entry) -> None:
+        """Take back one pin of each."""
+        self._release(self.levels[0], *entries)
 
     def guard(self, keys: Iterable[ChunkKey]) -> None:
         """Ban the eviction of keys at every level, also where a chunk has no entry yet, until :meth:`unguard`.

@@ -73,4 +73,4 @@ class Room(Flow):
                 keys.append(parent)
             before = key
         get = self.primary.get
-        return [entry for key in keys if key is not None and (entry := get(key)) is not None]
+        return [entry for key in dict.fromkeys(keys) if key is not None and (entry := get(key)) is not None]

@@ -216,6 +216,22 @@ class ControlPage:
         self._fence()  # whoever now reads a slot reads what its stamp vouches for
         return found
 
+    def all_ok(self, direction: Direction, slots: Sequence[int], ticket: int) -> bool:
+        """Whether exactly this ticket is every rank's latest on each of these slots, and went well: the usual case.
+
+        Raises:
+            IndexError: no such slot.
+        """
+        words, n_slots, good = self._opened(), self._n_slots, ticket << 1 | 1
+        for start in self._starts[direction]:
+            for slot in slots:
+                if not 0 <= slot < n_slots:
+                    raise IndexError(f"slot {slot} is not in range({n_slots})")
+                if words[start + slot * _WORDS] != good:
+                    return False
+        self._fence()  # whoever now reads a slot reads what its stamp vouches for
+        return True
+
     def ended(self, slot: int, direction: Direction, ticket: int) -> bool:
         """True if no rank's copy of the slot up to ``ticket`` runs any more, well or badly."""
         return self.status(slot, direction, ticket) is not CopyStatus.PENDING

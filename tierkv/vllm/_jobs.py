@@ -41,20 +41,23 @@ class Abandoned(NamedTuple):
 
 
 class Jobs:
-    """All open jobs. One thread's, like the hierarchy."""
+    """All open jobs. One thread's, like the hierarchy.
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
+    Args:
+        hierarchy: whose primary the slots are.
+        only_group: the engine's KV-cache group where it has but one.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, only_group: int | None = None) -> None:
         self._hierarchy = hierarchy
+        self._only_group = only_group
         # One counter for all slots: a number that rises over all of them rises on each of them.
         self._tickets = itertools.count(1)
         self._stores: dict[ChunkKey, StoreJob] = {}
         # By exactly their keys, which is all that vLLM says when one has ended; equal loads may run at once.
         self._loads: dict[frozenset[ChunkKey], list[LoadJob]] = {}
-        self._abandoned: list[Abandoned] = []
-
-    @property
-    def n_abandoned(self) -> int:
-        return len(self._abandoned)
+        self.abandoned: list[Abandoned] = []
+        """Copies that run on although nobody waits for them."""
 
     # -- begin --------------------------------------------------------------------------------------------------
 
@@ -63,17 +66,20 @@ class Jobs:
         job = StoreJob(next(self._tickets), entries, request)
         stores = self._stores
         for entry in entries:
-            stores[entry.chunk.key] = job
-        return _spec(job.ticket, entries, generation)
+            stores[entry.key] = job
+        return self._spec(job.ticket, entries, generation)
 
     def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
         job = LoadJob(next(self._tickets), entries)
-        hold = self._hierarchy.primary.hold
-        for entry in entries:
-            hold(entry)
+        self._hierarchy.primary.hold(*entries)
         self._loads.setdefault(frozenset(keys), []).append(job)
-        return _spec(job.ticket, entries, generation)
+        return self._spec(job.ticket, entries, generation)
+
+    def _spec(self, ticket: int, entries: Sequence[Entry], generation: int) -> SlotSpec:
+        slots, group = [entry.slot for entry in entries], self._only_group
+        groups = [entry.chunk.group for entry in entries] if group is None else (group,) * len(slots)
+        return SlotSpec(slots, (ticket,) * len(slots), generation, groups)
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -85,18 +91,20 @@ class Jobs:
         """
         jobs: dict[int, StoreJob] = {}
         closed: list[ChunkKey] = []
+        pop, latest = self._stores.pop, None
         for key in keys:  # a set: the order is taken from our own record
-            job = self._stores.pop(key, None)
+            job = pop(key, None)
             if job is not None:
-                jobs[job.ticket] = job
                 closed.append(key)
+                if job is not latest:
+                    latest = jobs[job.ticket] = job
         dropped: list[tuple[StoreJob, list[Entry]]] = []
         for ticket in sorted(jobs):
             job = jobs[ticket]
             entries = job.entries
             if len(entries) != len(closed) or len(jobs) > 1:
                 now = frozenset(closed)
-                entries = [entry for entry in entries if entry.chunk.key in now]
+                entries = [entry for entry in entries if entry.key in now]
             bad = self._commit(ticket, entries, page)
             if bad:
                 dropped.append((job, bad))
@@ -111,33 +119,31 @@ class Jobs:
         job = jobs.pop(0)
         if not jobs:
             del self._loads[of_keys]
-        release = self._hierarchy.release
-        for entry in job.entries:
-            release(entry)
+        self._hierarchy.release(*job.entries)
 
     def abandon(self) -> None:
         """A reset: forget every open job, but let no slot go before its copy has ended."""
         for store in {store.ticket: store for store in self._stores.values()}.values():
-            open_entries = [entry for entry in store.entries if self._stores.get(entry.chunk.key) is store]
+            open_entries = [entry for entry in store.entries if self._stores.get(entry.key) is store]
             self._abandon_stores(store.ticket, open_entries, Reason.RESET)
         for job in (job for jobs in self._loads.values() for job in jobs):
-            self._abandoned += [Abandoned(Direction.LOAD, job.ticket, entry) for entry in job.entries]
+            self.abandoned += [Abandoned(Direction.LOAD, job.ticket, entry) for entry in job.entries]
         self._stores.clear()
         self._loads.clear()
 
     def sweep(self, page: ControlPage | None) -> None:
         """Let go of abandoned slots whose stamps have come."""
-        if not self._abandoned or page is None:
+        if not self.abandoned or page is None:
             return
         waiting = []
-        for copy in self._abandoned:
+        for copy in self.abandoned:
             if not page.ended(copy.entry.slot, copy.direction, copy.ticket):
                 waiting.append(copy)
             elif copy.direction is Direction.STORE:
                 self._hierarchy.abort_store((copy.entry,), Reason.RESET)
             else:
                 self._hierarchy.release(copy.entry)
-        self._abandoned = waiting
+        self.abandoned = waiting
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -146,10 +152,11 @@ class Jobs:
         if page is None:
             self._abandon_stores(ticket, entries, Reason.DEVICE_ERROR)
             return entries
-        statuses = page.statuses(Direction.STORE, [entry.slot for entry in entries], [ticket] * len(entries))
-        if statuses.count(CopyStatus.OK) == len(entries):
+        slots = [entry.slot for entry in entries]
+        if page.all_ok(Direction.STORE, slots, ticket):
             self._hierarchy.commit_store(entries)
             return []
+        statuses = page.statuses(Direction.STORE, slots, [ticket] * len(entries))
         bad: list[Entry] = []
         for entry, status in zip(entries, statuses, strict=True):
             if status is CopyStatus.OK:
@@ -164,9 +171,4 @@ class Jobs:
 
     def _abandon_stores(self, ticket: int, entries: Sequence[Entry], reason: Reason) -> None:
         self._hierarchy.abort_store(entries, reason, ended=False)
-        self._abandoned += [Abandoned(Direction.STORE, ticket, entry) for entry in entries]
-
-
-def _spec(ticket: int, entries: Sequence[Entry], generation: int) -> SlotSpec:
-    slots = [entry.slot for entry in entries]
-    return SlotSpec(slots, (ticket,) * len(slots), generation, [entry.chunk.group for entry in entries])
+        self.abandoned += [Abandoned(Direction.STORE, ticket, entry) for entry in entries]

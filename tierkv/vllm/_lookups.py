@@ -68,6 +68,7 @@ class Lookups:
         self._answered = Answered()
         self._answer = self._answered.entries.append
         self._asker: ReqContext | None = None
+        self._latest: tuple[ReqContext, Request] | None = None
         self._scan: Scan | None = None
         self._scans: list[Scan] = []
         self._scan_start = 0
@@ -107,7 +108,11 @@ class Lookups:
 
     def _request(self, context: ReqContext) -> Request:
         """The request's record; after a reset it begins again, but for its clock."""
-        request = _compat.request_state(context, Request, Request)
+        if self._latest is not None and self._latest[0] is context:
+            request = self._latest[1]
+        else:
+            request = _compat.request_state(context, Request, Request)
+            self._latest = (context, request)
         if request.epoch != self._epoch:
             request.forget()
             request.epoch = self._epoch
@@ -214,6 +219,8 @@ class Lookups:
 
     def _end_step(self) -> None:
         """Turn what deferred requests were told into their leases, and forget the step's other answers."""
+        if self._asker is None:
+            return  # nobody has asked
         self._begin_scan(None)
         for scan in self._scans:
             self._leases.renew(scan.request, scan.kept(self._answered.entries))

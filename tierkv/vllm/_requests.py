@@ -100,15 +100,18 @@ class ChunkMaker:
             chunks += _run(run, self._groups[suffix], position, request)
         return chunks
 
-    def known(self, entries: Sequence[Entry], context: Any, request: Request) -> Sequence[Chunk]:
-        """Chunks about to be loaded; made again where an entry, found by a scan, knows too little of its own."""
-        chunks = [entry.chunk for entry in entries]
+    def known(self, entries: Sequence[Entry], context: Any, request: Request) -> Sequence[Chunk] | None:
+        """Chunks about to be loaded, made again where an entry, found by a scan, knows too little of its own.
+
+        None: every entry's own chunk says all there is to say.
+        """
         group = self._only
-        if group is None or not chunks or any(chunk.parent is None for chunk in chunks[1:]) or not chunks[0].end_token:
+        chunks = [entry.chunk for entry in entries]
+        if group is None or not chunks or not chunks[0].end_token or _n_heads(chunks) > (chunks[0].parent is None):
             return self.make([chunk.key for chunk in chunks], context, request)
         if not group.sliding:
             request.tails[group.group_id] = (chunks[-1].end_token, chunks[-1].key)
-        return chunks
+        return None
 
     def one(self, key: ChunkKey, context: Any, parent: ChunkKey | None) -> Chunk:
         """A chunk that a lookup has found below."""
@@ -116,6 +119,10 @@ class ChunkMaker:
         position = self._positions(context)
         end = position(key) if position is not None else None
         return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes)
+
+
+def _n_heads(chunks: Sequence[Chunk]) -> int:
+    return [chunk[1] for chunk in chunks].count(None)
 
 
 def _run(
@@ -160,15 +167,9 @@ class Leases:
     def __init__(self, hold: Callable[[Entry], None], release: Callable[[Entry], None]) -> None:
         self._hold = hold
         self._release = release
-        self._requests: dict[int, Request] = {}
+        self.holders: dict[int, Request] = {}
+        """Requests that hold something."""
         self._pending: dict[int, Entry] = {}
-
-    def requests(self) -> list[Request]:
-        """Those that hold something."""
-        return list(self._requests.values())
-
-    def __len__(self) -> int:
-        return len(self._requests)
 
     @property
     def n_held_pending(self) -> int:
@@ -191,9 +192,9 @@ class Leases:
         for entry in old:
             self._release(entry)
         if wanted:
-            self._requests[id(request)] = request
+            self.holders[id(request)] = request
         else:
-            self._requests.pop(id(request), None)
+            self.holders.pop(id(request), None)
 
     def end(self, request: Request) -> None:
         """Give everything back."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -80,7 +81,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             clock=clock,
         )
         self._page = page
-        self._jobs = Jobs(hierarchy)
+        self._jobs = Jobs(hierarchy, groups[0].group_id if len(groups) == 1 else None)
         self._sliding = frozenset(group.group_id for group in groups if group.sliding)
         self._many_groups = len(groups) > 1
         self._n_dropped = 0
@@ -91,15 +92,14 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
 
     def prepare_load(self, keys: Collection[ChunkKey], req_context: ReqContext) -> SlotSpec:
         """Pin chunks that were answered as hits in this step, until ``complete_load``."""
-        get = self._get
-        entries: list[Any] = [get(key) for key in keys]
-        assert not any(entry is None or entry.state is not READY for entry in entries), (
+        entries: list[Any] = [*map(self._get, keys)]
+        assert not [entry for entry in entries if entry is None or entry.state is not READY], (
             "vLLM loads this step's hits only"
         )
         page = self._page()
         request = self._request(req_context)
         spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
-        self._used(list(zip(entries, self._maker.known(entries, req_context, request), strict=True)), request)
+        self._used(entries, self._maker.known(entries, req_context, request), request)
         self._count_hits(keys, request)
         self._leases.end(request)
         return spec
@@ -108,20 +108,28 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Every rank has its copy. Late ends, of loads from before a reset, are ignored."""
         self._jobs.close_load(keys)
 
-    def _used(self, used: Sequence[tuple[Entry, Chunk]], request: Request) -> None:
-        """Report the request's use of these chunks to the orders of all levels, each chunk once a request."""
+    def _used(self, entries: Sequence[Entry], chunks: Sequence[Chunk] | None, request: Request) -> None:
+        """Report the request's use of these to the orders of all levels, each chunk once a request.
+
+        ``chunks`` may say more than their entries know; None: they do not.
+        """
+        told = [entry.chunk for entry in entries] if chunks is None else chunks
         reached = request.accessed_to
         if reached:
-            used = [(entry, chunk) for entry, chunk in used if chunk.end_token > reached.get(chunk.group, 0)]
-        if not used:
+            new = [chunk.end_token > reached.get(chunk.group, 0) for chunk in told]
+            entries, told = list(compress(entries, new)), list(compress(told, new))
+        if not entries:
             return
-        self._primary.access(used)
+        if chunks is None:
+            self._primary.touch(entries)
+        else:
+            self._primary.access(zip(entries, told, strict=True))
         for level in self.hierarchy.levels[1:]:
             get = level.ledger.get
-            below = [(entry, chunk) for _, chunk in used if (entry := get(chunk.key)) is not None]
+            below = [(entry, chunk) for chunk in told if (entry := get(chunk.key)) is not None]
             if below:
                 level.ledger.access(below)
-        self._reached(request, [chunk for _, chunk in used])
+        self._reached(request, told)
 
     def _count_hits(self, keys: Collection[ChunkKey], request: Request) -> None:
         n_below = sum(key in request.promoted for key in keys) if request.promoted else 0
@@ -151,17 +159,17 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
             self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
         if offer.present:
-            self._used([(entry, entry.chunk) for entry in offer.present if entry.state is READY], request)
+            self._used([entry for entry in offer.present if entry.state is READY], None, request)
         self._reached(request, chunks)
         entries = offer.reserved
         if not entries:
             return _nothing()
         if self._many_groups:
-            by_key = {entry.chunk.key: entry for entry in entries}
+            by_key = {entry.key: entry for entry in entries}
             entries = [by_key[key] for key in dict.fromkeys(keys) if key in by_key]
         self._metrics.allocations.append(len(entries))
         spec = self._jobs.open_store(entries, request, page.generation)
-        return PrepareStoreOutput([entry.chunk.key for entry in entries], spec, [])
+        return PrepareStoreOutput([entry.key for entry in entries], spec, [])
 
     def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
         """Storing is a use as well; chunks of one group come in order."""
@@ -234,9 +242,11 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """The step's leases are taken, ends are drained, reads and writes are handed over."""
         self._end_step()
-        self._drain()
-        self._jobs.sweep(self._page())
-        if self._leases:
+        if self._below is not None:
+            self._drain()
+        if self._jobs.abandoned:
+            self._jobs.sweep(self._page())
+        if self._leases.holders:
             self._end_leases(context)
         if self._below is not None:
             self._keep_open()
@@ -251,7 +261,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     def _end_leases(self, context: ScheduleEndContext) -> None:
         """Of requests whose time is up, and of those that were scheduled without a load."""
         now = self._clock()
-        for request in self._leases.requests():
+        for request in list(self._leases.holders.values()):
             if request.late(now) or request.req_id in context.new_req_ids:
                 self._leases.end(request)
 
@@ -262,18 +272,19 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Its lease ends; open loads and stores keep their own pins until they have ended."""
         self._leases.end(self._request(req_context))
+        self._latest = None
 
     def has_pending_work(self) -> bool:
         """Only while a quarantine lasts: stamps come with steps. Everything else waits for the next hook."""
-        if self._jobs.n_abandoned:
+        if self._jobs.abandoned:
             self._jobs.sweep(self._page())
-        return self._jobs.n_abandoned > 0
+        return bool(self._jobs.abandoned)
 
     def reset_cache(self) -> None:
         """Forget everything at once; what copies still touch stays in quarantine. Levels below begin a new epoch."""
         self._epoch += 1
         self._end_step()
-        for request in self._leases.requests():
+        for request in list(self._leases.holders.values()):
             self._leases.end(request)
         self._cancel_unsent_reads()
         self._jobs.abandon()
