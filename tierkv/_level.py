@@ -11,9 +11,6 @@ from tierkv._ledger import READY, Entry, Ledger
 from tierkv.protocols import Admission, EvictionPolicy
 from tierkv.types import Chunk, ChunkKey, LevelStatistics, Outcome, Reason, Status, Transfer
 
-_MOST_AHEAD, _AHEAD_SHIFT = 64, 10
-"""An eviction frees up to 64 slots ahead of need, but no more than a thousandth (2**-10) of the pool."""
-
 
 class Writes(Enum):
     """How chunks reach a level from the one above it."""
@@ -96,8 +93,8 @@ class LevelBooks:
 
     __slots__ = (
         "counts", "deleting_nbytes", "demotes", "demoting_nbytes", "index", "leaving", "ledger", "lower",
-        "min_free_nbytes", "n_ahead", "n_quiet", "name", "open", "plan", "purging", "queued_nbytes", "stuck",
-        "trimming", "waiting",
+        "min_free_nbytes", "n_quiet", "name", "open", "plan", "purging", "queued_nbytes", "stuck", "trimming",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan) -> None:
@@ -132,8 +129,6 @@ class LevelBooks:
         """Charges whose copy to the level below is under way: they will be droppable at once."""
         self.min_free_nbytes = 0
         """Free space that a trim always aims for; the size of one chunk where leaving takes a copy."""
-        self.n_ahead = min(_MOST_AHEAD, (plan.n_slots or 0) >> _AHEAD_SHIFT)
-        """Slots that an eviction frees at least, so that small pieces pay once for many. 0 in a small pool."""
         self.trimming = False
         """Less than ``high_water`` was free, and ``low_water`` is not free yet."""
         self.purging = False

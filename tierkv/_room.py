@@ -9,11 +9,19 @@ from collections.abc import Callable, Collection, Sequence
 
 from tierkv._flow import PATIENCE, Flow
 from tierkv._ledger import Entry
+from tierkv._level import LevelPlan
 from tierkv.types import Chunk, ChunkKey
+
+_MOST_AHEAD, _AHEAD_SHIFT = 64, 10
+"""An eviction frees up to 64 slots ahead of need, but no more than a thousandth (2**-10) of the pool."""
 
 
 class Room(Flow):
     """The part of :class:`~tierkv._hierarchy.Hierarchy` that finds slots."""
+
+    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False) -> None:
+        super().__init__(plans, record_events=record_events)
+        self._n_ahead = min(_MOST_AHEAD, (plans[0].n_slots or 0) >> _AHEAD_SHIFT)
 
     def _take_primary(
         self, wanted: Sequence[Chunk], request: Sequence[Chunk], shielded: Collection[ChunkKey]
@@ -29,7 +37,7 @@ class Room(Flow):
         protect: set[ChunkKey | None] = set()
         gone = None
         if everybody:
-            n_slots = max(-(-short // slot_nbytes), level.n_ahead)
+            n_slots = max(-(-short // slot_nbytes), self._n_ahead)
             gone = self.primary.evict(n_slots, self._spared(wanted, request))
         if gone is not None:
             self._evicted(level, gone)
