@@ -71,7 +71,8 @@ def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
 
 def _queue_nbytes(spec: Any, level: LowerLevel) -> int:
     """Bytes that may wait for a tier: what waits is pinned, so at most three quarters of the primary."""
-    charge = charge_nbytes(level.make_tier(), spec.geometry.chunk_nbytes)
+    # A tier that cannot say what it charges before it is open may charge as much as a slot, and not what is in it.
+    charge = max(charge_nbytes(level.make_tier(), spec.geometry.chunk_nbytes), spec.geometry.stride_nbytes)
     return min(_QUEUE_NBYTES, max(1, spec.n_slots * 3 // 4) * charge)
 
 
