@@ -44,3 +44,8 @@ def _offered(*command: str) -> set[str]:
 def test_every_option_of_bench_is_documented(kind: str) -> None:
     """The table of the command has the options that it takes, no more and no fewer."""
     assert _documented(f"## `tierkv bench {kind}", REFERENCE / "bench.md") == _offered("bench", kind)
+
+
+def test_every_option_of_tune_is_documented() -> None:
+    """The table of the command has the options that it takes, no more and no fewer."""
+    assert _documented("## Options", REFERENCE / "tune.md") == _offered("tune")

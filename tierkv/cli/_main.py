@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tierkv.cli import _bench
+from tierkv.cli import _bench, _tune, _tune_plan
 from tierkv.cli._demo import DESCRIPTION, add_arguments, run
 from tierkv.errors import ConfigError, TierKVError
 
@@ -56,6 +56,11 @@ def _parser() -> Parser:
     fs = kinds.add_parser("fs", help="a directory, through the fs tier", description=_bench.FS_DESCRIPTION)
     _bench.add_fs_arguments(fs)
     fs.set_defaults(run=_bench.run_fs, prog=fs.prog)
+    tune = commands.add_parser(
+        "tune", help="replay a trace of requests: how big, which policy?", description=_tune.DESCRIPTION
+    )
+    _tune_plan.add_tune_arguments(tune)
+    tune.set_defaults(run=_tune.run, prog=tune.prog)
     return parser
 
 
