@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import selectors
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +22,7 @@ from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason
 
 T = TypeVar("T")
+_CHUNK_FILE = re.compile(r"[0-9a-f]{16,}\.[0-9a-f]{16}")
 CHARGE = charge_nbytes(NBYTES)
 LIMITS = MoverLimits(deadline_s=20.0, breaker_cooldown_s=0.05)
 """Patient: a case must not depend on how fast the machine is."""
@@ -138,7 +140,7 @@ def chunk_files(root: Path | str) -> dict[str, Path]:
     return {
         path.name.split(".")[0]: path
         for path in sorted(Path(root).rglob("*"))
-        if path.is_file() and not path.name.startswith(("owner-", "tierkv")) and ".part" not in path.name
+        if _CHUNK_FILE.fullmatch(path.name) and path.is_file()
     }
 
 

@@ -189,7 +189,7 @@ class Rule:
         self._faults._table[self._at] = 0
         self._faults._count()
 
-    async def met(self, n: int = 1, *, waiting: bool = False, timeout_s: float = 20.0) -> None:
+    async def met(self, n: int = 1, *, waiting: bool = False, timeout_s: float = 40.0) -> None:
         """Wait until the rule has struck ``n`` calls, or ``n`` hang. A thread in a system call tells of no event."""
         deadline = time.monotonic() + timeout_s
         while (self.n_waiting if waiting else self.n_struck) < n:
