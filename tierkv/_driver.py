@@ -82,7 +82,9 @@ class Driver:
 
     @property
     def idle(self) -> bool:
-        return self.hierarchy.at_rest and not self._copies
+        """Nothing is under way, also no reset that waits for what a scan has yet to find."""
+        purging = any(level.purging and level.open for level in self.hierarchy.levels)
+        return self.hierarchy.at_rest and not self._copies and not purging
 
     def own(self, copy: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a copy between slots and their user as the cache's own task: its end does not depend on the caller."""

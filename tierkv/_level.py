@@ -149,14 +149,21 @@ class LevelBooks:
         return any(each.readable(key) is not None for each in self.lower)
 
     def low_target(self) -> int:
-        """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was."""
-        free = self.ledger.free_nbytes + self.deleting_nbytes + self.demoting_nbytes
-        capacity = self.ledger.capacity_nbytes
-        if free < max(int(capacity * self.plan.high_water), self.min_free_nbytes):
+        """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was.
+
+        In a level so small that this is less than a chunk there is no such reserve: it would cost one that fits.
+        """
+        ledger = self.ledger
+        free = ledger.free_nbytes + self.deleting_nbytes + self.demoting_nbytes
+        capacity = ledger.capacity_nbytes
+        high, low = int(capacity * self.plan.high_water), int(capacity * self.plan.low_water)
+        if low * len(ledger) < ledger.ready_nbytes:
+            high = low = 0
+        if free < max(high, self.min_free_nbytes):
             self.trimming = True
         if not self.trimming:
             return 0
-        short = max(int(capacity * self.plan.low_water), self.min_free_nbytes) - free
+        short = max(low, self.min_free_nbytes) - free
         self.trimming = short > 0
         return max(short, 0)
 

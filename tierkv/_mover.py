@@ -9,6 +9,7 @@ first as failed with its space still in use, then as ended.
 from __future__ import annotations
 
 import asyncio
+import logging
 import mmap
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 from tierkv.errors import TierKVError
 from tierkv.protocols import Clock, Tier
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status, Transfer, TransferKind
+
+_log = logging.getLogger(__name__)
 
 
 class Completion(NamedTuple):
@@ -197,7 +200,8 @@ class Mover:
                     self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE), ended=False)
             outcomes = await asyncio.shield(call)
             if done:
-                self._record(lane.level, success=not outcomes or any(_answered(o) for o in outcomes))
+                error = next((o.error for o in outcomes if o.error is not None), None)
+                self._record(lane.level, success=not outcomes or any(_answered(o) for o in outcomes), error=error)
             for transfer, outcome in zip(transfers, outcomes, strict=True):
                 self._finish(transfer, outcome)
         finally:
@@ -257,10 +261,12 @@ class Mover:
     def _finish(self, transfer: Transfer, outcome: Outcome, *, ended: bool = True) -> None:
         self._on_done(Completion(transfer.id, outcome, ended))
 
-    def _record(self, level: int, *, success: bool, deadline: bool = False) -> None:
+    def _record(self, level: int, *, success: bool, deadline: bool = False, error: Exception | None = None) -> None:
         pause_s = self._breakers[level].record(success=success, deadline=deadline)
         if pause_s is None:
             return
+        why = f"no answer within {self._limits.deadline_s:g} s" if deadline else f"it fails ({error})"
+        _log.warning("%s: %s; it answers misses and takes no writes for %g s", self._tiers[level].name, why, pause_s)
         self._tell_breaker(level, is_open=False)
         if self._closed:
             return
