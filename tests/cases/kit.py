@@ -14,7 +14,18 @@ from typing import Any, TypeVar
 
 from tests.fs_kit import OVERHEAD, recount
 from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, payload
-from tierkv import Event, EventKind, Level, MemoryTier, MoverLimits, Outcome, TieredCache, Writes
+from tierkv import (
+    Event,
+    EventKind,
+    Level,
+    MemoryTier,
+    MoverLimits,
+    Namespace,
+    Outcome,
+    PrefixChunker,
+    TieredCache,
+    Writes,
+)
 from tierkv.policies import LRU
 from tierkv.protocols import EvictionPolicy, Tier
 from tierkv.tiers._fs_format import charge_nbytes
@@ -68,7 +79,13 @@ def cache_over(
     options.setdefault("chunker", ToyChunker())
     options.setdefault("limits", LIMITS)
     options.setdefault("on_event", Ear())
-    return TieredCache(namespace=b"toy", levels=levels, **options)
+    options.setdefault("namespace", b"toy")
+    return TieredCache(levels=levels, **options)
+
+
+def prefixes(namespace: Namespace, **options: Any) -> PrefixChunker:
+    """The real chunker, two tokens a chunk."""
+    return PrefixChunker(namespace=namespace, tokens_per_block=2, blocks_per_chunk=1, chunk_nbytes=NBYTES, **options)
 
 
 def fs_tier(root: Path | str, **settings: Any) -> FSTier:

@@ -1,5 +1,7 @@
 """A6, A7, A10-A12, A28's kin and the batches: reads and writes under way, and who waits for them."""
 
+# ruff: noqa: B023 - functions made in a loop are used up in the same turn
+
 from __future__ import annotations
 
 import asyncio
@@ -268,7 +270,7 @@ async def test_a12_a_slow_tier_pins_no_more_than_its_queue() -> None:
             while n < 100 or not cache.statistics()["bad"].refused.get("tier_broken"):
                 await keep(cache, [n, n])
                 n += 1
-                await turns_until(lambda: cache.statistics()["good"].n_stored == n)  # noqa: B023
+                await turns_until(lambda: cache.statistics()["good"].n_stored == n)
                 if does is Does.HANG:
                     assert cache.statistics()["primary"].n_pinned <= 2
             record = cache.statistics()["bad"]
