@@ -40,10 +40,15 @@ HIT, PENDING, RETRY, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupRe
 
 
 def offloading_config(
-    extra: dict[str, Any], *, n_groups: int = 1, page_nbytes: int = PAGE_NBYTES, engine_id: str = ""
+    extra: dict[str, Any],
+    *,
+    n_groups: int = 1,
+    page_nbytes: int = PAGE_NBYTES,
+    engine_id: str = "",
+    world_size: int = 1,
 ) -> OffloadingConfig:
     parallel = OffloadingParallelConfig(
-        rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
+        rank=0, world_size=world_size, tp_size=world_size, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
         data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
     )  # fmt: skip
     groups = tuple(OffloadingGroupConfig(TOKENS, (f"layer{i}",), i) for i in range(n_groups))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import vllm.config
@@ -16,6 +16,11 @@ try:  # 0.32
 except ImportError:  # 0.30 and 0.31 never ask for the source of a load
     CacheHitSource = None
 
+try:  # 0.32
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+except ImportError:
+    get_offloading_group_ids = None
+
 __all__ = [
     "CacheHitSource",
     "OffloadingConnectorStats",
@@ -24,6 +29,7 @@ __all__ = [
     "current_vllm_config",
     "event",
     "key_positions",
+    "offloaded_groups",
     "position_getter",
     "request_state",
     "sliding_group_ids",
@@ -105,6 +111,13 @@ def callers_local(name: str, attribute: str) -> Any:
             break
         frame = frame.f_back
     return None
+
+
+def offloaded_groups(kv_cache_config: Any) -> Sequence[int]:
+    """Indices of the KV-cache groups that vLLM offloads; before it chose among them, all."""
+    if get_offloading_group_ids is None:
+        return range(len(kv_cache_config.kv_cache_groups))
+    return get_offloading_group_ids(kv_cache_config)
 
 
 def event(keys: list[Any], medium: Any, *, removed: bool, locality: Any, ownership: str | None) -> Any:

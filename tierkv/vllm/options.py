@@ -30,10 +30,10 @@ _CPU_ONLY = "CPUOffloadingSpec has host memory only; TieringOffloadingSpec and T
 _QUEUES = "tierkv bounds each tier's queue in bytes and has a breaker of its own"
 
 _TOP_KEYS = frozenset({
-    # vLLM's
+    # vLLM's, and vLLM Ascend's former name of the pool's size
     "spec_name", "spec_module_path", "cpu_bytes_to_use", "block_size", "blocks_per_chunk", "eviction_policy",
     "cache_policy_module_path", "store_threshold", "max_tracker_size", "offload_prompt_only", "canonical_layout",
-    "self_describing_kv_events", "backpressure", "secondary_tiers",
+    "self_describing_kv_events", "backpressure", "secondary_tiers", "num_cpu_blocks",
     # ours
     "admission", "lookup_deadline_s", "pool", "store_reserve", "transfer_deadline_s", "ttl_s",
 })  # fmt: skip
@@ -79,6 +79,9 @@ class Options:
     """All of the adapter's settings. Sizes in bytes, times in seconds."""
 
     cpu_nbytes: int
+    """0 if the pool's size is given in chunks."""
+    n_cpu_chunks: int = 0
+    """vLLM Ascend's former ``num_cpu_blocks``; 0 if the pool's size is given in bytes."""
     blocks_per_chunk: int | None = None
     tokens_per_chunk: int | None = None
     """vLLM's ``block_size``: the chunk size in tokens."""
@@ -121,8 +124,10 @@ def parse_options(extra_config: Mapping[str, Any], *, tiered: bool = True) -> Op
         warnings.append(f"secondary_tiers is ignored: {_CPU_ONLY}")
         tiers = ()
     _ignore_backpressure(get, warnings)
+    cpu_nbytes, n_cpu_chunks = _pool_size(get, warnings)
     return Options(
-        cpu_nbytes=get.size("cpu_bytes_to_use", required=True),
+        cpu_nbytes=cpu_nbytes,
+        n_cpu_chunks=n_cpu_chunks,
         blocks_per_chunk=get.count("blocks_per_chunk", at_least=1),
         tokens_per_chunk=get.count("block_size", at_least=1),
         eviction_policy=get.order("eviction_policy", module_path=get.text("cache_policy_module_path")),
@@ -143,11 +148,12 @@ def parse_options(extra_config: Mapping[str, Any], *, tiered: bool = True) -> Op
     )
 
 
-def check_capacity(cpu_nbytes: int, stride_nbytes: int, *, n_ranks: int, shared: bool) -> int:
+def check_capacity(cpu_nbytes: int, stride_nbytes: int, *, n_ranks: int, shared: bool, n_chunks: int = 0) -> int:
     """Chunks that fit into the primary.
 
     Args:
         cpu_nbytes: ``cpu_bytes_to_use``, the total across all workers.
+        n_chunks: as many as that instead, if not 0.
         stride_nbytes: bytes of one slot of the pool.
         n_ranks: workers.
         shared: whether they share one pool; private pools have ``n_ranks`` slots, one each, for every chunk.
@@ -158,6 +164,8 @@ def check_capacity(cpu_nbytes: int, stride_nbytes: int, *, n_ranks: int, shared:
     per_chunk_nbytes = stride_nbytes * (1 if shared else n_ranks)
     if per_chunk_nbytes <= 0:
         raise ConfigError("the model has no KV cache to offload: vLLM reports 0 bytes a block")
+    if n_chunks:
+        return n_chunks
     if cpu_nbytes < per_chunk_nbytes:
         raise bad_setting(
             "cpu_bytes_to_use", cpu_nbytes, f"at least {per_chunk_nbytes}, the bytes of one chunk across all workers",
@@ -276,6 +284,17 @@ def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[
         module_path=module_path,
         extra=extra,
     )
+
+
+def _pool_size(get: Reader, warnings: list[str]) -> tuple[int, int]:
+    """Bytes of the primary, or chunks in vLLM Ascend's former way."""
+    n_chunks = get.count("num_cpu_blocks", at_least=1) or 0
+    cpu_nbytes = get.size("cpu_bytes_to_use", required=not n_chunks)
+    if cpu_nbytes is None:
+        return 0, n_chunks
+    if n_chunks:
+        warnings.append("num_cpu_blocks has no effect: cpu_bytes_to_use says how large host memory is")
+    return cpu_nbytes, 0
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ become tierkv's, so that the JSON of vLLM's and vLLM Ascend's guides works uncha
 
 vllm-ascend registers the same two names from a plugin of its own, and the order of plugins is not ours to choose. So
 the names are not only registered: each time the factory is asked for a spec, what it knows then is put right first.
+
+On NPU two things more. ``NPUOffloadingSpec``, vLLM Ascend's own name of former days, means ``CPUOffloadingSpec``. And
+vLLM's connector takes KV caches of one tensor a layer only, while Ascend has K and V apart: where vllm-ascend has not
+put a connector of its own in its place, ours stands there, which takes both.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from tierkv.errors import bad_setting
 
 TAKEN_OVER = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 OWN = "TierKVOffloadingSpec"
+ALIASES = {"NPUOffloadingSpec": "CPUOffloadingSpec"}
 _SPEC_MODULE = "tierkv.vllm.spec"
+_CONNECTOR = "OffloadingConnector"
 
 
 def register() -> None:
@@ -32,7 +38,12 @@ def register() -> None:
     from vllm.logger import init_logger  # noqa: PLC0415 (vLLM is importing us)
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: PLC0415
 
-    names = (*TAKEN_OVER, OWN) if wants_names() else (OWN,)
+    names: tuple[str, ...] = (OWN,)
+    if wants_names():
+        names = (*TAKEN_OVER, OWN)
+        if _device_type() == "npu":
+            names += tuple(ALIASES)
+            _take_split_caches()
     if _hold(OffloadingSpecFactory, names):
         logger = init_logger("vllm.tierkv.plugin")
         logger.info("tierkv provides the offloading specs %s", ", ".join(names))
@@ -45,9 +56,32 @@ def wants_names() -> bool:
         raise bad_setting("environment variable TIERKV_VLLM", choice, "0 or 1, or unset", 1)
     if choice:
         return choice == "1"
+    return _device_type() in {"cpu", "npu"}
+
+
+def _device_type() -> str:
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    return current_platform.device_type in {"cpu", "npu"}
+    return str(current_platform.device_type)
+
+
+def _take_split_caches() -> None:
+    """Let our connector stand in for vLLM's own, and for nobody else's. Idempotent."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
+
+    registry = KVConnectorFactory._registry  # noqa: SLF001 (there is no public override)
+    registered = registry.get(_CONNECTOR)
+    if registered is None or hasattr(registered, "tierkv_name"):
+        return
+
+    def load() -> type:
+        cls = registered()
+        if not cls.__module__.startswith("vllm."):
+            return cls  # vllm-ascend's
+        return getattr(importlib.import_module("tierkv.vllm.connector"), _CONNECTOR)  # type: ignore[no-any-return]
+
+    load.tierkv_name = _CONNECTOR  # type: ignore[attr-defined]
+    registry[_CONNECTOR] = load
 
 
 def _hold(factory: Any, names: tuple[str, ...]) -> bool:
@@ -78,7 +112,7 @@ def _put_right(factory: Any, names: tuple[str, ...]) -> None:
 
 def _loader(name: str) -> Callable[[], type]:
     def load() -> type:
-        return getattr(importlib.import_module(_SPEC_MODULE), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(_SPEC_MODULE), ALIASES.get(name, name))  # type: ignore[no-any-return]
 
     load.tierkv_name = name  # type: ignore[attr-defined]
     return load

@@ -27,9 +27,12 @@ _warned: set[str] = set()
 
 
 class _Spec(OffloadingSpec):  # type: ignore[misc]
-    """What the three specs share. ``tiered``: whether there may be levels below host memory."""
+    """What the three specs share."""
 
     tiered: ClassVar[bool]
+    """Whether there may be levels below host memory."""
+    shares: ClassVar[bool] = False
+    """Whether all workers have one pool also where nothing demands it."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -40,13 +43,19 @@ class _Spec(OffloadingSpec):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.options = parse_options(config.extra_config, tiered=self.tiered)
-        self._warn()
+        for sentence in self.options.warnings:
+            _warn(sentence)
         self.shared = self._is_shared()
         self.geometry = ChunkGeometry.of(config, shared=self.shared)
         n_ranks = config.parallel.world_size
         self.n_slots = check_capacity(
-            self.options.cpu_nbytes, self.geometry.stride_nbytes, n_ranks=n_ranks, shared=self.shared
+            self.options.cpu_nbytes,
+            self.geometry.stride_nbytes,
+            n_ranks=n_ranks,
+            shared=self.shared,
+            n_chunks=self.options.n_cpu_chunks,
         )
+        self._warn_of_old_name(self.n_slots * self.geometry.stride_nbytes * (1 if self.shared else n_ranks))
         self.store_reserve = check_reserve(self.options, self.n_slots, self.geometry.stride_nbytes)
         for index, tier in enumerate(self.options.tiers):
             sample = _assembly.make_tier(index, tier)
@@ -73,13 +82,15 @@ class _Spec(OffloadingSpec):  # type: ignore[misc]
         if options.pool == "private" and needs:
             why = "secondary_tiers" if options.tiers else "canonical_layout"
             raise bad_setting("pool", "private", f"shared while {why} is given", "shared")
-        return needs or options.pool == "shared"
+        return needs or options.pool == "shared" or (options.pool == "auto" and self.shares)
 
-    def _warn(self) -> None:
-        for sentence in self.options.warnings:
-            if sentence not in _warned:
-                _warned.add(sentence)
-                logger.warning("%s", sentence)
+    def _warn_of_old_name(self, nbytes: int) -> None:
+        n_chunks = self.options.n_cpu_chunks
+        if n_chunks:
+            _warn(
+                f"num_cpu_blocks is vLLM Ascend's former name of the pool's size: {n_chunks} chunks are taken; in "
+                f'bytes, as vLLM has it now, that is "cpu_bytes_to_use": {nbytes}'
+            )
 
 
 class CPUOffloadingSpec(_Spec):
@@ -92,9 +103,17 @@ class TieringOffloadingSpec(_Spec):
     """Host memory, shared by the engine's processes, and the levels of ``secondary_tiers`` below it."""
 
     tiered = True
+    shares = True
 
 
 class TierKVOffloadingSpec(_Spec):
     """With ``secondary_tiers`` like :class:`TieringOffloadingSpec`, without like :class:`CPUOffloadingSpec`."""
 
     tiered = True
+
+
+def _warn(sentence: str) -> None:
+    """Once in a process, whichever half of the adapter comes first."""
+    if sentence not in _warned:
+        _warned.add(sentence)
+        logger.warning("%s", sentence)
