@@ -34,10 +34,10 @@ class HostPort:
                     f"but the chunk has {job.chunk.nbytes}"
                 )
 
-    async def store(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
+    async def store_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
         return await self._run(self._store, jobs)
 
-    async def load(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
+    async def load_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
         return await self._run(self._load, jobs)
 
     def close(self) -> None:

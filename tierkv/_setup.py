@@ -135,7 +135,7 @@ def check_rest(
     """The limits, once everything that is neither size nor level has been found right. Raises ConfigError."""
     if not _offers(chunker, "chunks"):
         raise bad_setting("chunker", chunker, "a chunker", "PrefixChunker(namespace=Namespace(...))")
-    if device is not None and not _offers(device, "attach", "check", "store", "load", "close"):
+    if device is not None and not _offers(device, "attach", "check", "store_chunks", "load_chunks", "close"):
         raise bad_setting("device", device, "a device tier, or None", None)
     if on_event is not None and not callable(on_event):
         raise bad_setting("on_event", on_event, "a function of one event, or None", None)

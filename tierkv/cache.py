@@ -227,7 +227,7 @@ class TieredCache:
         jobs = self._jobs(hit.chunks, places)
         async with self.lease(hit) as lease:
             run = [job._replace(slot=slot) for job, slot in zip(jobs, lease.slots, strict=False)]
-            arrived = await uncancelled(driver.own(self._port.load(run))) if run else []
+            arrived = await uncancelled(driver.own(self._port.load_chunks(run))) if run else []
         n_chunks = arrived.index(False) if False in arrived else len(arrived)
         return hit.chunks[n_chunks - 1].end_token if n_chunks else 0
 
@@ -317,7 +317,7 @@ class TieredCache:
         driver = self._opened(closing=True)
         error: Exception | None = None
         try:
-            arrived: Sequence[bool] = await self._port.store(jobs)
+            arrived: Sequence[bool] = await self._port.store_chunks(jobs)
         except Exception as raised:  # noqa: BLE001 - a failed copy is an outcome; its slots must be given back
             arrived, error = [False] * len(entries), raised
         outcomes = []

@@ -276,7 +276,7 @@ class PortJob(NamedTuple):
 class Port(Protocol):
     """Copies chunks between primary slots and their user: what a device tier offers :class:`~tierkv.TieredCache`.
 
-    ``store`` and ``load`` return, per job, whether its bytes arrived, and only once no copy touches slot or place any
+    Both copies return, per job, whether its bytes arrived, and only once no copy touches slot or place any
     more. They are never cancelled; several may overlap, on different slots.
     """
 
@@ -288,8 +288,8 @@ class Port(Protocol):
         """Raise ChunkSizeError if a place does not fit its chunk, before anything is reserved."""
         ...
 
-    async def store(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
+    async def store_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
 
-    async def load(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
+    async def load_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]: ...
 
     def close(self) -> None: ...

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from tierkv.device import CopyJob, Direction
-from tierkv.device.cpu import CpuRuntime
+from tierkv.device import CopyBatch, CopyJob, Direction, TransferEngine, cpu
+from tierkv.device.lowering import DescriptorPool, Lowering
 from tierkv.tiers.fs import FSTier
 
 
@@ -33,56 +35,63 @@ class InFlight:
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> InFlight:
     """Every copy takes this much longer, as it would on a busy link."""
-    copy, submit = CpuRuntime.copy, CpuRuntime.submit
+    copy, submit = cpu.copy_rows, TransferEngine.submit
     in_flight = InFlight(delay_s)
 
-    def slow(self: CpuRuntime, job: CopyJob) -> int:
+    def slow(batch: CopyBatch) -> None:
         time.sleep(in_flight.delay_s)
         try:
-            return copy(self, job)
+            copy(batch)
         finally:
-            in_flight.add(job.direction, -1)
+            in_flight.add(batch.direction, -1)
 
-    def counted(self: CpuRuntime, job: CopyJob) -> None:
-        in_flight.add(job.direction, 1)
-        submit(self, job)
+    def counted(self: TransferEngine, job: CopyJob, *, refused: Exception | None = None) -> None:
+        if refused is None:
+            in_flight.add(job.direction, 1)
+        submit(self, job, refused=refused)
 
-    monkeypatch.setattr(CpuRuntime, "copy", slow)
-    monkeypatch.setattr(CpuRuntime, "submit", counted)
+    monkeypatch.setattr(cpu, "copy_rows", slow)
+    monkeypatch.setattr(TransferEngine, "submit", counted)
     return in_flight
 
 
 def corrupt_loads(monkeypatch: pytest.MonkeyPatch, *groups: int) -> None:
     """Loads into these groups (none given: all) put other bytes into the blocks, and say that all went well."""
-    copy = CpuRuntime.copy
+    copy, lower = cpu.copy_rows, Lowering.batch
+    targets: dict[int, CopyBatch] = {}
 
-    def corrupt(self: CpuRuntime, job: CopyJob) -> int:
-        n_copied = copy(self, job)
-        if job.direction is Direction.LOAD:
-            for one in job.copies:
-                if not groups or one.group in groups:
-                    for bound in self._bound[one.group]:
-                        bound.pages[list(one.blocks)] ^= 0x11
-        return n_copied
+    def lowered(self: Lowering, direction, copies, pool):
+        batch, descriptors = lower(self, direction, copies, pool)
+        chosen = [one for one in copies if not groups or one.group in groups]
+        targets[id(descriptors)] = lower(self, direction, chosen, DescriptorPool())[0]
+        return batch, descriptors
 
-    monkeypatch.setattr(CpuRuntime, "copy", corrupt)
+    def corrupt(batch: CopyBatch) -> None:
+        copy(batch)
+        if batch.direction is Direction.LOAD:
+            chosen = targets[id(batch.device.base)]
+            for address, nbytes in zip(chosen.device.tolist(), chosen.nbytes.tolist(), strict=True):
+                np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)[:] ^= 0x11
+
+    monkeypatch.setattr(Lowering, "batch", lowered)
+    monkeypatch.setattr(cpu, "copy_rows", corrupt)
 
 
 def fail_copies(monkeypatch: pytest.MonkeyPatch, direction: Direction, *, every: int = 2) -> list[int]:
-    """Every n-th copy in this direction raises; returns a list that grows with the ids of those that did."""
-    copy = CpuRuntime.copy
+    """Every n-th copy in this direction raises; returns a list that grows with the numbers of those that did."""
+    copy = cpu.copy_rows
     failed: list[int] = []
     seen = [0]
 
-    def failing(self: CpuRuntime, job: CopyJob) -> int:
-        if job.direction is direction:
+    def failing(batch: CopyBatch) -> None:
+        if batch.direction is direction:
             seen[0] += 1
             if seen[0] % every == 0:
-                failed.append(job.id)
+                failed.append(seen[0])
                 raise OSError("a device error, on purpose")
-        return copy(self, job)
+        copy(batch)
 
-    monkeypatch.setattr(CpuRuntime, "copy", failing)
+    monkeypatch.setattr(cpu, "copy_rows", failing)
     return failed
 
 

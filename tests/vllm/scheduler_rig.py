@@ -19,7 +19,7 @@ import itertools
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -46,8 +46,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.vllm.engine import arguments
 from tests.vllm.model import make_model
-from tierkv.device import CopyDone, CopyJob, Direction
-from tierkv.device.cpu import CpuRuntime
+from tierkv.device import CopyBatch, Direction, tier
+from tierkv.device.cpu import CpuEvent, CpuRuntime, CpuStream, copy_rows
 from tierkv.protocols import TierContext
 from tierkv.types import Chunk, Found, Outcome, Status
 from tierkv.vllm import _assembly, worker
@@ -60,44 +60,75 @@ WINDOW = 2 * BLOCK + 1
 VOCABULARY = 7
 
 
+class ManualStream(CpuStream):
+    """Copies when told to."""
+
+    def __init__(self) -> None:
+        super().__init__("manual")
+        self.work: deque[Any] = deque()
+        self.n_failing = 0
+
+    def put(self, work: Any) -> None:
+        if isinstance(work, tuple) and work[0] == "happen":
+            work[1].stream = self
+        self.work.append(work)
+
+    def step(self) -> bool:
+        """Go on to the next event; False if there is none."""
+        error: Exception | None = None
+        while self.work:
+            work = self.work.popleft()
+            if isinstance(work, CopyBatch):
+                if self.n_failing:
+                    self.n_failing -= 1
+                    error = RuntimeError("a planted failure")
+                else:
+                    copy_rows(work)
+            elif work[0] == "happen":
+                work[1].happen(error, 0.0)
+                return True
+        return False
+
+    def close(self) -> None:
+        while self.step():
+            pass
+
+
+class ManualEvent(CpuEvent):
+    stream: ManualStream | None = None
+
+    def synchronize(self) -> None:
+        while self.stream is not None and not self._happened.is_set() and self.stream.step():
+            pass
+        super().synchronize()
+
+
 class ManualRuntime(CpuRuntime):
     """Copies when told to, each direction in order; the next ones can be made to fail."""
 
     current: ManualRuntime
 
-    def __init__(self, *args: Any) -> None:
-        self.ended = args[-1]
-        super().__init__(*args)
-        self.queues: dict[Direction, deque[CopyJob]] = {direction: deque() for direction in Direction}
-        self.n_failing = dict.fromkeys(Direction, 0)
-        self.n_failed = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.lanes: dict[Direction, ManualStream] = {}
         ManualRuntime.current = self
 
-    def submit(self, job: CopyJob) -> None:
-        self.queues[job.direction].append(job)
+    def new_stream(self) -> ManualStream:
+        stream = ManualStream()
+        self.lanes[list(Direction)[len(self.lanes)]] = stream
+        return stream
 
-    def run(self, direction: Direction, n: int = 1) -> int:
-        """Let the next copies of a direction end; how many did."""
-        done = 0
-        while done < n and self.queues[direction]:
-            job = self.queues[direction].popleft()
-            done += 1
-            if self.n_failing[direction]:
-                self.n_failing[direction] -= 1
-                self.n_failed += 1
-                self.ended(CopyDone(job, 0, 0.0, RuntimeError("a planted failure")))
-            else:
-                self.ended(CopyDone(job, self.copy(job), 0.0, None))
-        return done
+    def new_event(self) -> ManualEvent:
+        return ManualEvent()
 
-    def wait(self, ids: Collection[tuple[Direction, int]] | None = None) -> None:
-        for direction, queue in self.queues.items():
-            last = max((i for i, job in enumerate(queue) if ids is None or (direction, job.id) in ids), default=-1)
-            self.run(direction, last + 1)
+    def run(self, direction: Direction, n: int = 1) -> None:
+        """Let the next copies of a direction end."""
+        for _ in range(n):
+            self.lanes[direction].step()
 
-    def close(self) -> None:
-        self.wait()
-        super().close()
+    def wait(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
 
 
 class ManualLoop(MoverLoop):
@@ -286,7 +317,7 @@ class Rig:
         self.bytes = self.memory.view(n_blocks, page).numpy().view("uint8")
         with (
             set_current_vllm_config(self.config),
-            mock.patch.object(worker, "open_runtime", ManualRuntime),
+            mock.patch.object(tier, "open_runtime", side_effect=lambda _device: ManualRuntime()),
             mock.patch.object(worker, "identity_digest", return_value=bytes(32)),
         ):
             self.worker: Any = KVConnectorFactory.create_connector(

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.vllm.devices import head_sharded
+from tests.device.shapes import head_sharded
 from tests.vllm.model import HYBRID, QWEN3, ModelSpec, make_model
 from tierkv.device import DeviceLayout, PageRef
 from tierkv.vllm import _fingerprint

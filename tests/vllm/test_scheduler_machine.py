@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif kind == "reset":
             self.rig.reset()
         elif kind in tuple(Direction):
-            self.rig.runtime.n_failing[Direction(kind)] = 1
+            self.rig.runtime.lanes[Direction(kind)].n_failing = 1
 
     @invariant()
     def books_balance(self) -> None:

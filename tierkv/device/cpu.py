@@ -1,29 +1,25 @@
-"""The runtime for KV tensors in host memory: one thread a direction, plain memory copies.
+"""The runtime for KV tensors in host memory: one thread a stream, vectorised copies.
 
-It stands where an accelerator has copy streams: jobs of a direction run in order, the submitter never waits.
+A real backend: its streams run beside the submitter and late, as an accelerator's do. What runs on the host itself (the
+model's layers) is done by the time anybody can ask, so the host's own stream is always empty.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import ctypes
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.lib.stride_tricks import as_strided
 
-from tierkv.device.engine import CopyDone, CopyJob
-from tierkv.device.layout import DeviceLayout, Place
-from tierkv.device.runtime import Direction
-from tierkv.errors import ClosedError, TierError
-
-logger = logging.getLogger(__name__)
-
-Array = Any  # numpy.ndarray of int8
+from tierkv.device.runtime import CopyBatch, Direction, HostKind, Memory
+from tierkv.device.slots import bytes_at
+from tierkv.errors import TierError
 
 _ROW_NBYTES = 8192
 """From here on one assignment a row is faster than a gather and a scatter: 6.0 against 4.5 GB/s at 32 KiB, 0.7 against
@@ -32,197 +28,212 @@ _ROW_NBYTES = 8192
 _PIECE_NBYTES = 1 << 20
 """Gather and scatter go through a temporary: one of this size stays in the cache."""
 
-
-class _Bound(NamedTuple):
-    """A :class:`Place` bound to memory."""
-
-    pages: Array
-    """``[n_blocks, n_fragments, fragment]`` of a device tensor."""
-    places: Array
-    """``[n_slots, blocks_per_chunk, n_fragments, fragment]`` of the slots."""
-    place: Place
+_ALIGN = 4096
 
 
-class CpuRuntime:
-    """Copies pages on two daemon threads, each started by the first job of its direction.
+class CpuEvent:
+    """A point in a :class:`CpuStream`. Fails if a copy between the event before it and itself did."""
 
-    Concurrency: ``submit``, ``wait`` and ``close`` from any thread but those two. While bytes move the GIL is free.
-    """
+    def __init__(self) -> None:
+        self._recorded = False
+        self._happened = threading.Event()
+        self._error: Exception | None = None
+        self.took_s: float | None = None
+        """How long the copies since the event before ran."""
 
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        layout: DeviceLayout,
-        slots: memoryview,
-        stride_nbytes: int,
-        done: Callable[[CopyDone], None],
-    ) -> None:
-        """See :func:`tierkv.device.open_runtime`."""
-        if layout.span.stop > stride_nbytes:
-            raise TierError("device", f"a chunk takes {layout.span.stop} bytes of a slot, but it has {stride_nbytes}")
-        n_slots = len(slots) // stride_nbytes
-        whole = np.frombuffer(slots, np.int8, n_slots * stride_nbytes).reshape(n_slots, stride_nbytes)
-        pages = [_pages(tensor, n, i) for i, (tensor, n) in enumerate(zip(tensors, layout.page_nbytes, strict=True))]
-        self._layout = layout
-        self._slots: Array = whole
-        self._bound = [
-            [_bind(place, pages[place.tensor], whole, layout.blocks_per_chunk) for place in group]
-            for group in layout.places
-        ]
-        self._lanes = {direction: _Lane(direction, self.copy, done) for direction in Direction}
+    def record(self, stream: CpuStream | HostStream, /) -> None:
+        self._recorded = True
+        stream.mark(self)
 
-    def submit(self, job: CopyJob) -> None:
-        self._lanes[job.direction].put(job)
+    def query(self) -> bool:
+        if self._recorded and not self._happened.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
 
-    def wait(self, ids: Collection[tuple[Direction, int]] | None = None) -> None:
-        for direction, lane in self._lanes.items():
-            lane.wait(None if ids is None else {id_ for of, id_ in ids if of is direction})
+    def synchronize(self) -> None:
+        if self._recorded:
+            self._happened.wait()
+        self.query()
 
-    def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
-        self._bound = []
-        self._slots = None  # or the pool's mapping could not be closed
-
-    def copy(self, job: CopyJob) -> int:
-        """Copy now, on the calling thread; returns the bytes copied."""
-        return self._copy(job, plain=False)
-
-    def copy_plain(self, job: CopyJob) -> int:
-        return self._copy(job, plain=True)
-
-    def _copy(self, job: CopyJob, *, plain: bool) -> int:
-        if self._slots is None:
-            raise ClosedError("the device runtime is closed")
-        n_copied = 0
-        for copy in job.copies:
-            blocks, slots, subs = (np.asarray(ids, np.intp) for ids in (copy.blocks, copy.slots, copy.subs))
-            for bound in self._bound[copy.group]:
-                n_row = bound.place.run.fragment_nbytes * bound.place.run.n_fragments
-                at_once = 1 if plain or n_row >= _ROW_NBYTES else _PIECE_NBYTES // n_row
-                if job.direction is Direction.LOAD:
-                    _assign(bound.pages, (blocks,), bound.places, (slots, subs), at_once)
-                    n_copied += n_row * len(blocks)
-                else:
-                    mine = self._turn(bound.place, slots, subs)
-                    _assign(bound.places, (slots[mine], subs[mine]), bound.pages, (blocks[mine],), at_once)
-                    n_copied += n_row * len(blocks[mine])
-            if job.direction is Direction.STORE:
-                self._zero(copy.group, np.asarray(copy.touched, np.intp), copy.skipped)
-        return n_copied
-
-    def _zero(self, group: int, touched: Array, skipped: Sequence[tuple[int, int]]) -> None:
-        """A slot was somebody else's before: what this chunk does not fill must not carry that further."""
-        for start, stop in self._layout.gaps[group]:
-            self._slots[touched, start:stop] = 0
-        if not skipped:
-            return
-        slots, subs = np.asarray(skipped, np.intp).T
-        for bound in self._bound[group]:
-            mine = self._turn(bound.place, slots, subs)
-            bound.places[slots[mine], subs[mine]] = 0
-
-    def _turn(self, place: Place, slots: Array, subs: Array) -> Array:
-        """Which pairs this rank writes, of ranks that hold the same bytes."""
-        if place.n_writers == 1:
-            return slice(None)
-        return (slots * self._layout.blocks_per_chunk + subs) % place.n_writers == place.writer
+    def happen(self, error: Exception | None, took_s: float) -> None:
+        """Called by the stream."""
+        self._error, self.took_s = error, took_s
+        self._happened.set()
 
 
-class _Lane:
-    """The queue and the thread of one direction."""
+class HostStream:
+    """The host itself: whatever it did before a call is done."""
 
-    def __init__(self, direction: Direction, copy: Callable[[CopyJob], int], done: Callable[[CopyDone], None]) -> None:
-        self._direction = direction
-        self._copy = copy
-        self._done = done
-        self._queue: SimpleQueue[CopyJob | None] = SimpleQueue()
-        self._open_ids: set[int] = set()
-        self._changed = threading.Condition()
+    def mark(self, event: CpuEvent) -> None:
+        event.happen(None, 0.0)
+
+    def wait_event(self, event: CpuEvent, /) -> None:
+        """Blocks: the host has no later."""
+        with contextlib.suppress(Exception):  # a failed copy is told to whoever asks its event
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        """Nothing is ever queued."""
+
+
+class CpuStream:
+    """A queue of copies and the daemon thread that runs them; the thread starts with the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[CopyBatch | tuple[str, CpuEvent] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._closed = False
 
-    def put(self, job: CopyJob) -> None:
-        with self._changed:
-            closed = self._closed
-            if not closed:
-                self._open_ids.add(job.id)
-                self._queue.put(job)
-                if self._thread is None:
-                    name = f"tierkv-{self._direction.value}"
-                    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                    self._thread.start()
-        if closed:
-            self._tell(CopyDone(job, 0, 0.0, ClosedError("the device runtime is closed")))
+    def put(self, work: CopyBatch | tuple[str, CpuEvent]) -> None:
+        self._work.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
 
-    def wait(self, ids: set[int] | None) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not (self._open_ids if ids is None else self._open_ids & ids))
+    def mark(self, event: CpuEvent) -> None:
+        self.put(("happen", event))
+
+    def wait_event(self, event: CpuEvent, /) -> None:
+        self.put(("wait", event))
+
+    def synchronize(self) -> None:
+        event = CpuEvent()
+        event.record(self)
+        with contextlib.suppress(Exception):
+            event.synchronize()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._queue.put(None)
-            thread = self._thread
+        """Wait for what is queued."""
+        thread, self._thread = self._thread, None
         if thread is not None:
+            self._work.put(None)
             thread.join()
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            done = self._finish(job)
-            self._tell(done)
-            with self._changed:
-                self._open_ids.discard(job.id)
-                self._changed.notify_all()
+        error: Exception | None = None
+        took_s = 0.0
+        while (work := self._work.get()) is not None:
+            if isinstance(work, CopyBatch):
+                began_s = time.perf_counter()
+                try:
+                    copy_rows(work)
+                except Exception as caught:  # noqa: BLE001 - told by the next event; a lost thread would hang all later ones
+                    error = caught
+                took_s += time.perf_counter() - began_s
+                continue
+            verb, event = work
+            if verb == "happen":
+                event.happen(error, took_s)
+                error, took_s = None, 0.0
+            else:
+                with contextlib.suppress(Exception):  # the failure of other work is told where that is asked for
+                    event.synchronize()
 
-    def _finish(self, job: CopyJob) -> CopyDone:
-        if self._closed:
-            return CopyDone(job, 0, 0.0, ClosedError("the device runtime was closed before the copy began"))
-        began_s = time.perf_counter()
+
+class CpuRuntime:
+    """Host memory as a device; see :class:`tierkv.device.runtime.DeviceRuntime`.
+
+    Tensors are torch's in host memory, or anything that exports a writable buffer, such as numpy's arrays.
+    """
+
+    name = "cpu"
+    path = "numpy rows"
+    blocks_on_pageable = False
+
+    def __init__(self) -> None:
+        self._host = HostStream()
+        self._streams: list[CpuStream] = []
+        self._in_use = threading.local()
+
+    def memory(self, tensor: Any) -> Memory:
+        array = tensor.detach().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+        address = array.__array_interface__["data"][0]
+        nbytes = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)) + array.itemsize
+        return Memory(address, nbytes, tensor)
+
+    def new_stream(self) -> CpuStream:
+        stream = CpuStream(f"tierkv-copy-{len(self._streams)}")
+        self._streams.append(stream)
+        return stream
+
+    def new_event(self) -> CpuEvent:
+        return CpuEvent()
+
+    def current_stream(self) -> CpuStream | HostStream:
+        return getattr(self._in_use, "stream", self._host)
+
+    @contextlib.contextmanager
+    def _using(self, stream: Any) -> Iterator[None]:
+        before = self.current_stream()
+        self._in_use.stream = stream
         try:
-            n_copied, error = self._copy(job), None
-        except Exception as caught:  # noqa: BLE001 - whatever it is, it is this job's outcome
-            n_copied, error = 0, caught
-        return CopyDone(job, n_copied, time.perf_counter() - began_s, error)
+            yield
+        finally:
+            self._in_use.stream = before
 
-    def _tell(self, done: CopyDone) -> None:
+    def use(self, stream: Any, /) -> AbstractContextManager[None]:
+        return self._using(stream)
+
+    def copy_batch(self, batch: CopyBatch, /) -> None:
+        stream = self.current_stream()
+        if isinstance(stream, HostStream):
+            copy_rows(batch)
+        else:
+            stream.put(batch)
+
+    def copy_plain(self, batch: CopyBatch, /) -> None:
+        for target, source, nbytes in zip(
+            batch.targets.tolist(), batch.sources.tolist(), batch.nbytes.tolist(), strict=True
+        ):
+            ctypes.memmove(target, source, nbytes)
+
+    def alloc_host(self, nbytes: int, /) -> Memory:
         try:
-            self._done(done)
-        except Exception:  # a lost thread would hang every later wait()
-            logger.exception("the end of %s job %d could not be reported", done.job.direction.value, done.job.id)
+            whole: Any = np.zeros(nbytes + _ALIGN, np.uint8)
+        except MemoryError as error:
+            raise TierError("device", f"{nbytes} bytes of host memory are not to be had") from error
+        skip = -whole.__array_interface__["data"][0] % _ALIGN
+        part = whole[skip : skip + nbytes]
+        return Memory(part.__array_interface__["data"][0], nbytes, part, HostKind.PINNED)
+
+    def pin(self, memory: Memory, /) -> None:  # noqa: ARG002 - nothing to gain: the copying thread reads any memory
+        return None
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
 
 
-def _pages(tensor: torch.Tensor, page_nbytes: int, index: int) -> Array:
-    if tensor.dtype is not torch.int8 or tensor.ndim != 2 or tensor.shape[1] != page_nbytes or tensor.stride(1) != 1:
-        raise TierError(
-            "device",
-            f"tensor {index} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}, "
-            f"but must be int8 [n_blocks, {page_nbytes}] with pages in one piece",
-        )
-    return tensor.detach().numpy()
+def copy_rows(batch: CopyBatch) -> None:
+    """Copy a batch now, strip by strip. The GIL is free while bytes move."""
+    is_store = batch.direction is Direction.STORE
+    for strip in batch.strips:
+        pairs = slice(strip.first, strip.stop)
+        device, host = (batch.device[pairs] - strip.device.address, batch.host[pairs] - strip.host.address)
+        to, at = (host, device) if is_store else (device, host)
+        targets, sources = (strip.host, strip.device) if is_store else (strip.device, strip.host)
+        if strip.nbytes >= _ROW_NBYTES:
+            _copy_each(bytes_at(targets), to, bytes_at(sources), at, strip.nbytes)
+        else:
+            _copy_gathered(_rows(targets, strip.nbytes), to, _rows(sources, strip.nbytes), at)
 
 
-def _bind(place: Place, pages: Array, slots: Array, blocks_per_chunk: int) -> _Bound:
-    run = place.run
-    shape = (run.n_fragments, run.fragment_nbytes)
-    return _Bound(
-        as_strided(pages[:, run.page_offset :], (len(pages), *shape), (pages.strides[0], run.page_stride, 1)),
-        as_strided(
-            slots[:, place.offset + run.place_offset :],
-            (len(slots), blocks_per_chunk, *shape),
-            (slots.strides[0], place.block_stride, run.place_stride, 1),
-        ),
-        place,
-    )
+def _copy_each(targets: Any, to: Any, sources: Any, at: Any, nbytes: int) -> None:
+    for target, source in zip(to.tolist(), at.tolist(), strict=True):
+        targets[target : target + nbytes] = sources[source : source + nbytes]
 
 
-def _assign(target: Array, to: tuple[Array, ...], source: Array, at: tuple[Array, ...], n_rows_at_once: int) -> None:
-    """``target[to] = source[at]``, so many rows at once."""
-    if n_rows_at_once == 1:
-        pairs = zip(*(ids.tolist() for ids in (*to, *at)), strict=True)
-        for pair in pairs:
-            target[pair[: len(to)]] = source[pair[len(to) :]]
-        return
-    for first in range(0, len(to[0]), n_rows_at_once):
-        piece = slice(first, first + n_rows_at_once)
-        target[tuple(ids[piece] for ids in to)] = source[tuple(ids[piece] for ids in at)]
+def _copy_gathered(targets: Any, to: Any, sources: Any, at: Any) -> None:
+    at_once = max(1, _PIECE_NBYTES // targets.itemsize)
+    for first in range(0, len(to), at_once):
+        piece = slice(first, first + at_once)
+        targets[to[piece]] = sources[at[piece]]
+
+
+def _rows(memory: Memory, nbytes: int) -> Any:
+    """Item ``i`` is ``nbytes`` bytes from byte ``i`` on: items overlap, and offsets become indices."""
+    kind = np.dtype((np.void, nbytes))
+    return np.ndarray((memory.nbytes - nbytes + 1,), kind, bytes_at(memory), 0, (1,))

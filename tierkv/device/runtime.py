@@ -7,10 +7,13 @@ suite in ``tests/device`` says whether one does.
 
 from __future__ import annotations
 
+import importlib
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from tierkv.errors import TierError
 
 Int64Array = Any  # numpy.ndarray of int64, one dimension, contiguous
 
@@ -107,11 +110,13 @@ class Event(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Block until the work before the point has ended; lets other Python threads run. Raises as :meth:`query`."""
+        """Block until the work before the point has ended; lets other Python threads run.
+
+        Raises as :meth:`query`, but not before that work has ended or the device is lost.
+        """
         ...
 
 
-@runtime_checkable
 class TimedEvent(Protocol):
     """Optional: an event that knows without asking the device how long the copies before it ran."""
 
@@ -119,6 +124,13 @@ class TimedEvent(Protocol):
     def took_s(self) -> float | None:
         """None while that is not known."""
         ...
+
+
+@runtime_checkable
+class HostWatcher(Protocol):
+    """Optional: a runtime that checks races, and so wants to know what the host itself writes."""
+
+    def host_writes(self, address: int, nbytes: int, /) -> None: ...
 
 
 class Stream(Protocol):
@@ -157,6 +169,11 @@ class DeviceRuntime(Protocol):
     @property
     def path(self) -> str:
         """How :meth:`copy_batch` moves bytes here, as its probe found at start: for logs, statistics and bench."""
+        ...
+
+    @property
+    def blocks_on_pageable(self) -> bool:
+        """Whether ``copy_batch`` may block on pageable memory: True on all accelerators."""
         ...
 
     def memory(self, tensor: Any) -> Memory:
@@ -230,3 +247,23 @@ class DeviceRuntime(Protocol):
     def close(self) -> None:
         """Keep no reference to any memory and no thread. Idempotent; the engine has waited for every copy."""
         ...
+
+
+def open_runtime(device: Any) -> DeviceRuntime:
+    """The runtime of a device, with what it needs imported and probed.
+
+    Args:
+        device: ``torch.device`` or its text: "cpu", "cuda:1", "npu:0".
+
+    Raises:
+        TierError: tierkv has no runtime for it, or its libraries are missing.
+    """
+    kind = str(device).partition(":")[0]
+    if kind not in _RUNTIMES:
+        raise TierError("device", f"no runtime for {device!s}: tierkv has {', '.join(_RUNTIMES)}")
+    module, name = _RUNTIMES[kind]
+    runtime = getattr(importlib.import_module(f"tierkv.device.{module}"), name)
+    return runtime() if kind == "cpu" else runtime(device)
+
+
+_RUNTIMES = {"cpu": ("cpu", "CpuRuntime"), "cuda": ("cuda", "CudaRuntime"), "npu": ("npu", "NpuRuntime")}

@@ -1,20 +1,24 @@
-"""A server's paged KV tensors bound to primary slots, for :class:`~tierkv.TieredCache`. Needs torch and numpy."""
+"""A server's paged KV tensors bound to primary slots: for :class:`~tierkv.TieredCache`, and for vLLM's worker."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from tierkv.device.engine import CopyDone, CopyJob, CopyRuntime, open_runtime
-from tierkv.device.layout import DeviceLayout, GroupCopy, PageRef
-from tierkv.device.runtime import Direction
+from tierkv.device.engine import CopyDone, CopyJob, EngineStats, EngineThread, TransferEngine
+from tierkv.device.layout import DeviceLayout, GroupCopy
+from tierkv.device.lowering import Pages
+from tierkv.device.runtime import DeviceRuntime, Direction, open_runtime
+from tierkv.device.slots import HostSlots
 from tierkv.errors import ChunkSizeError, ClosedError, ConfigError, TierError
 from tierkv.protocols import HostTier, PortJob
 from tierkv.settings import parse_count
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -29,31 +33,120 @@ class DeviceTier:
     """Copies between blocks of KV tensors and host slots: pass it as ``TieredCache(device=...)``.
 
     Args:
-        kv_tensors: one a layer (or separate K and V), each with the block as its first dimension and contiguous from
-            there: ``[n_blocks, ...]``. Only tensors in host memory so far.
+        kv_caches: what :meth:`register` takes; or None, and :meth:`register` is called later.
         blocks_per_chunk: blocks that make up a chunk; the chunker's.
+        groups: as in :meth:`register`.
+        n_blocks: as in :meth:`register`.
+        runtime: the device; None finds the one on which the tensors lie.
 
-    ``TieredCache.store`` and ``load`` then take the block ids of the prefix, one a block. Blocks and slots are the
-    caller's again once those return, also if they were cancelled.
+    Blocks and slots of a copy are the caller's again once its end was told, also if whoever awaited it was cancelled.
+
+    Concurrency: one thread, the one whose current stream runs the model; with asyncio the loop's. Polling and
+    awaiting may be mixed.
 
     Raises:
         TierError: a tensor cannot be seen as pages without a copy; says which, with shape and strides.
     """
 
-    def __init__(self, kv_tensors: Sequence[torch.Tensor], *, blocks_per_chunk: int) -> None:
-        parse_count("blocks_per_chunk", blocks_per_chunk, 1, 1 << 20)
-        self._pages = [_pages(tensor, index) for index, tensor in enumerate(kv_tensors)]
-        if not self._pages:
-            raise TierError("device", "no KV tensors were given")
-        self.n_blocks = min(len(pages) for pages in self._pages)
-        page_nbytes = [pages.shape[1] for pages in self._pages]
-        self.blocks_per_chunk = blocks_per_chunk
-        self.chunk_nbytes = sum(page_nbytes) * blocks_per_chunk
-        self._page_nbytes = page_nbytes
+    def __init__(
+        self,
+        kv_caches: Mapping[str, Any] | Sequence[Any] | None = None,
+        *,
+        blocks_per_chunk: int,
+        groups: Sequence[Sequence[str]] | None = None,
+        n_blocks: int | None = None,
+        runtime: DeviceRuntime | None = None,
+    ) -> None:
+        self.blocks_per_chunk = parse_count("blocks_per_chunk", blocks_per_chunk, 1, 1 << 20)
+        self.n_blocks = 0
+        self._given = runtime
+        self._runtime: DeviceRuntime | None = None
         self._layout: DeviceLayout | None = None
-        self._runtime: CopyRuntime | None = None
+        self._pages: list[Pages] = []
+        self._engine: TransferEngine | None = None
         self._ids = itertools.count(1)
-        self._waiting: dict[tuple[Direction, int], tuple[asyncio.AbstractEventLoop, asyncio.Future[bool]]] = {}
+        self._ended: list[CopyDone] = []
+        self._awaited: dict[tuple[Direction, int], asyncio.Future[CopyDone]] = {}
+        self._sleepers: dict[Direction, EngineThread] = {}
+        self._asleep: set[Direction] = set()
+        if kv_caches is not None:
+            self.register(kv_caches, groups, n_blocks=n_blocks)
+
+    def register(
+        self,
+        kv_caches: Mapping[str, Any] | Sequence[Any],
+        groups: Sequence[Sequence[str]] | None = None,
+        *,
+        n_blocks: int | None = None,
+    ) -> None:
+        """Take a server's KV tensors as they are; nothing is copied. Needs torch.
+
+        Args:
+            kv_caches: by layer name (or in order, layers then being called "0", "1", ...) a tensor, or a tuple or list
+                of tensors, also nested: K and V, scales, latent parts, states. Each has the block as its first
+                dimension.
+            groups: the layer names of each group; None if all layers are one.
+            n_blocks: how many blocks the server uses, where tensors have more; None takes the least that one has.
+
+        Raises:
+            TierError: a tensor cannot be seen as pages without a copy, or there is no runtime for its device.
+        """
+        from tierkv.device.pages import kv_pages  # noqa: PLC0415 - torch; slots and engine do without
+
+        found = kv_pages(kv_caches, groups, n_blocks=n_blocks)
+        layout = DeviceLayout.direct(found.page_nbytes, found.groups, blocks_per_chunk=self.blocks_per_chunk)
+        self.register_pages(found.tensors, layout)
+
+    def register_pages(self, tensors: Sequence[Any], layout: DeviceLayout) -> None:
+        """Take page views that somebody else has made, with the layout in which they lie in a slot.
+
+        Args:
+            tensors: one a tensor of the layout, each ``[n_blocks, page_nbytes]`` of one-byte elements, pages in one
+                piece, rows at any stride.
+            layout: where their pages lie in a slot.
+
+        Raises:
+            TierError: a tensor is not what the layout says, or there is no runtime for its device.
+        """
+        if self._runtime is not None:
+            raise TierError("device", "KV tensors were registered already")
+        if not tensors or len(tensors) != len(layout.page_nbytes):
+            raise TierError("device", f"{len(tensors)} tensors for a layout of {len(layout.page_nbytes)}")
+        for index, tensor in enumerate(tensors):
+            _check_page_view(index, tensor, layout.page_nbytes[index])
+        self._runtime = self._given or open_runtime(getattr(tensors[0], "device", "cpu"))
+        self._pages = [
+            Pages(self._runtime.memory(tensor), int(tensor.shape[0]), int(tensor.shape[1]), _row_nbytes(tensor))
+            for tensor in tensors
+        ]
+        self.n_blocks = min(pages.n_blocks for pages in self._pages)
+        self._layout = layout
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes that a chunk takes of a slot."""
+        return self._registered().span.stop
+
+    @property
+    def runtime(self) -> DeviceRuntime:
+        """The device. Raises TierError before :meth:`register`."""
+        self._registered()
+        assert self._runtime is not None
+        return self._runtime
+
+    # -- binding ------------------------------------------------------------------------------------------------
+
+    def bind(self, slots: HostSlots) -> None:
+        """Copy to and from these slots from now on; they are page-locked if the device can do that."""
+        layout = self._registered()
+        if not slots.register(self.runtime) and self.runtime.blocks_on_pageable:
+            logger.warning(
+                "%s cannot page-lock the %d slots in host memory: copies go through threads of their own, slower",
+                self.runtime.name,
+                slots.n_slots,
+            )
+        self._engine = TransferEngine(self.runtime, layout, self._pages, slots)
+        logger.info("%s: copies by %s, slots %s", self.runtime.name, self.runtime.path, slots.kind.value)
 
     def attach(self, primary: HostTier, stride_nbytes: int) -> None:
         """Bind to the slots of an open primary. Raises ConfigError if they do not lie in one piece."""
@@ -62,13 +155,113 @@ class DeviceTier:
                 f"device is given, so the primary's slots must lie in one piece, but {primary.name} is a "
                 f"{type(primary).__name__}; nearest valid value: CPUTier"
             )
+        known = self._registered()
         self._layout = DeviceLayout.direct(
-            self._page_nbytes,
-            [[PageRef(index, nbytes) for index, nbytes in enumerate(self._page_nbytes)]],
-            blocks_per_chunk=self.blocks_per_chunk,
-            stop_nbytes=stride_nbytes,
+            known.page_nbytes, known.groups, blocks_per_chunk=known.blocks_per_chunk, stop_nbytes=stride_nbytes
         )
-        self._runtime = open_runtime(self._pages, self._layout, primary.buffer, stride_nbytes, self._done)
+        self.bind(HostSlots.over(primary.buffer, stride_nbytes))
+
+    def stats(self) -> EngineStats:
+        """What was copied so far, and by which path. Raises ClosedError while nothing is bound."""
+        return self._bound().stats()
+
+    def close(self) -> None:
+        """Wait for every copy, then touch neither blocks nor slots any more. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        engine.close()
+        for thread in self._sleepers.values():
+            thread.close()
+        self._take(engine)
+
+    # -- copying, for a thread that polls -----------------------------------------------------------------------
+
+    def submit(
+        self,
+        direction: Direction,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        *,
+        group_sizes: Sequence[int] | None = None,
+        first_blocks: Sequence[int] | None = None,
+        slot_groups: Sequence[int] | None = None,
+        whole: bool = False,
+        job_id: int | None = None,
+        tag: Any = None,
+    ) -> int:
+        """Queue a copy and return its number at once; :meth:`poll` tells its end, also if it cannot be copied at all.
+
+        Args:
+            direction: which way.
+            block_ids: device blocks, groups one behind the other.
+            slots: a slot for each chunk touched, in the same order.
+            group_sizes: how many blocks belong to each group; None: all to the first.
+            first_blocks: for each group the index, in the request, of its first block: a chunk may be entered in its
+                middle. None: 0.
+            slot_groups: for each slot its group, to be checked against what the blocks say.
+            whole: refuse a copy whose last chunk of a group has no last block: for stores, where that is a hole.
+            job_id: a number of the caller's, not in use in that direction; None draws one.
+            tag: handed back with the end.
+        """
+        engine = self._bound()
+        number = next(self._ids) if job_id is None else job_id
+        try:
+            copies = self._split(block_ids, slots, group_sizes, first_blocks, slot_groups, whole=whole)
+        except TierError as error:
+            engine.submit(CopyJob(number, direction, (), tag), refused=error)
+        else:
+            engine.submit(CopyJob(number, direction, copies, tag))
+        return number
+
+    def refuse(self, direction: Direction, job_id: int, error: Exception, *, tag: Any = None) -> None:
+        """Let a job that is wrong take its turn and end with this error: its end says that those before it have."""
+        self._bound().submit(CopyJob(job_id, direction, (), tag), refused=error)
+
+    def poll(self) -> list[CopyDone]:
+        """The copies that have ended since the last call, in order within each direction; not those awaited."""
+        if self._engine is not None:
+            self._take(self._engine)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, ids: Collection[tuple[Direction, int]] | None = None) -> None:
+        """Block until these copies (None: all) have ended; the next :meth:`poll` tells their ends."""
+        if self._engine is not None:
+            self._engine.wait(ids)
+
+    def consume(self, ids: Collection[int], *, stream: Any = None) -> None:
+        """Let a stream (default: the current one) wait for these loads without the host waiting."""
+        self._bound().consume(ids, stream=stream)
+
+    # -- copying, for asyncio -----------------------------------------------------------------------------------
+
+    async def store(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        *,
+        group_sizes: Sequence[int] | None = None,
+        first_blocks: Sequence[int] | None = None,
+    ) -> bool:
+        """Copy blocks to slots; whether all bytes arrived. Arguments as in :meth:`submit`.
+
+        Cancelled, it re-raises only when the copy has ended.
+        """
+        copies = self._split(block_ids, slots, group_sizes, first_blocks, None, whole=False)
+        return await self._run(Direction.STORE, copies)
+
+    async def load(
+        self,
+        slots: Sequence[int],
+        block_ids: Sequence[int],
+        *,
+        group_sizes: Sequence[int] | None = None,
+        first_blocks: Sequence[int] | None = None,
+    ) -> bool:
+        """Copy slots to blocks; whether all bytes arrived. As :meth:`store`."""
+        copies = self._split(block_ids, slots, group_sizes, first_blocks, None, whole=False)
+        return await self._run(Direction.LOAD, copies)
 
     def check(self, jobs: Sequence[PortJob]) -> None:
         """Raises ChunkSizeError if a chunk has no blocks or too many, or a block id is not the device's."""
@@ -79,51 +272,120 @@ class DeviceTier:
                 if not 0 <= block < self.n_blocks:
                     raise ChunkSizeError(f"block {block} is not one of the device's {self.n_blocks}")
 
-    async def store(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
-        return await self._copy(Direction.STORE, jobs)
+    async def store_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
+        """For TieredCache: chunks of the first group."""
+        return [await self._run(Direction.STORE, self._of(jobs))] * len(jobs)
 
-    async def load(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
-        return await self._copy(Direction.LOAD, jobs)
+    async def load_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
+        """For TieredCache: chunks of the first group."""
+        return [await self._run(Direction.LOAD, self._of(jobs))] * len(jobs)
 
-    def close(self) -> None:
-        """Wait for running copies, then touch neither blocks nor slots any more."""
-        if self._runtime is not None:
-            self._runtime.close()
-            self._runtime = None
+    # -- inside -------------------------------------------------------------------------------------------------
 
-    async def _copy(self, direction: Direction, jobs: Sequence[PortJob]) -> Sequence[bool]:
-        if self._runtime is None or self._layout is None:
-            raise ClosedError("the device is not attached to an open cache")
-        copies = [_group_copy(job, self.blocks_per_chunk) for job in jobs]
+    def _registered(self) -> DeviceLayout:
+        if self._layout is None:
+            raise TierError("device", "no KV tensors were registered")
+        return self._layout
+
+    def _bound(self) -> TransferEngine:
+        if self._engine is None:
+            raise ClosedError("the device is not bound to slots")
+        return self._engine
+
+    def _of(self, jobs: Sequence[PortJob]) -> list[GroupCopy]:
+        return [
+            copy for job in jobs for copy in self._split(list(job.place), [job.slot], None, None, None, whole=False)
+        ]
+
+    def _split(
+        self,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        group_sizes: Sequence[int] | None,
+        first_blocks: Sequence[int] | None,
+        slot_groups: Sequence[int] | None,
+        *,
+        whole: bool,
+    ) -> list[GroupCopy]:
+        layout = self._registered()
+        none = [0] * (len(layout.groups) - 1)
+        sizes = [len(block_ids), *none] if group_sizes is None else group_sizes
+        firsts = [0, *none] if first_blocks is None else first_blocks
+        return layout.split(block_ids, sizes, firsts, slots, slot_groups=slot_groups, whole=whole)
+
+    async def _run(self, direction: Direction, copies: Sequence[GroupCopy]) -> bool:
+        engine, number = self._bound(), next(self._ids)
+        future: asyncio.Future[CopyDone] = asyncio.get_running_loop().create_future()
+        self._awaited[direction, number] = future
+        engine.submit(CopyJob(number, direction, copies))
+        self._watch(engine, direction)
+        return (await uncancelled_future(future)).error is None
+
+    def _watch(self, engine: TransferEngine, direction: Direction) -> None:
+        """Have a thread sleep until the oldest copy has ended, and then the loop look at what has."""
+        sleep = engine.sleeper(direction)
+        if sleep is None or direction in self._asleep:
+            return
+        if direction not in self._sleepers:
+            self._sleepers[direction] = EngineThread(f"tierkv-{direction.value}-ends")
+        self._asleep.add(direction)
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
-        job_id = next(self._ids)
-        self._waiting[direction, job_id] = (loop, future)
-        self._runtime.submit(CopyJob(job_id, direction, copies))
-        return [await future] * len(jobs)
 
-    def _done(self, done: CopyDone) -> None:
-        """On a thread of the runtime."""
-        loop, future = self._waiting.pop((done.job.direction, done.job.id))
-        loop.call_soon_threadsafe(future.set_result, done.error is None)
+        def woken() -> None:
+            self._asleep.discard(direction)
+            self._take(engine)
+            self._watch(engine, direction)
 
+        self._sleepers[direction].run(_sleep_then, (sleep, loop, woken))
 
-def _group_copy(job: PortJob, blocks_per_chunk: int) -> GroupCopy:
-    n_blocks = len(job.place)
-    return GroupCopy(
-        group=0,
-        blocks=list(job.place),
-        slots=[job.slot] * n_blocks,
-        subs=list(range(n_blocks)),
-        touched=[job.slot],
-        skipped=[(job.slot, sub) for sub in range(n_blocks, blocks_per_chunk)],
-    )
+    def _take(self, engine: TransferEngine) -> None:
+        for done in engine.poll():
+            future = self._awaited.pop((done.job.direction, done.job.id), None)
+            if future is None:
+                self._ended.append(done)
+            elif not future.done():
+                future.set_result(done)
 
 
-def _pages(tensor: torch.Tensor, index: int) -> torch.Tensor:
-    """``int8 [n_blocks, page_nbytes]`` over the same memory."""
-    told = f"tensor {index} of {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"
-    if tensor.ndim < 2 or not len(tensor) or not tensor[0].is_contiguous():
-        raise TierError("device", f"{told} is not [n_blocks, ...] with each block in one piece")
-    rows = tensor.as_strided((len(tensor), tensor[0].numel()), (tensor.stride(0), 1))
-    return rows.view(torch.int8)
+async def uncancelled_future(future: asyncio.Future[CopyDone]) -> CopyDone:
+    """Wait for a copy to its end even if the caller is cancelled meanwhile; the cancellation is re-raised then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return future.result()
+
+
+def _sleep_then(call: tuple[Callable[[], None], asyncio.AbstractEventLoop, Callable[[], None]]) -> None:
+    sleep, loop, woken = call
+    sleep()
+    with contextlib.suppress(RuntimeError):  # the loop ended before the copy did; close() still waits for the copy
+        loop.call_soon_threadsafe(woken)
+
+
+def _check_page_view(index: int, tensor: Any, page_nbytes: int) -> None:
+    shape = tuple(tensor.shape)
+    fits = len(shape) == 2 and shape[1] == page_nbytes and _item_nbytes(tensor) == 1 and _strides(tensor)[1] == 1
+    if not fits or (shape[0] > 1 and _strides(tensor)[0] < page_nbytes):
+        raise TierError(
+            "device",
+            f"tensor {index} is {tensor.dtype} {list(shape)} with strides {list(_strides(tensor))}, "
+            f"but must be int8 [n_blocks, {page_nbytes}] with pages in one piece",
+        )
+
+
+def _row_nbytes(tensor: Any) -> int:
+    return max(_strides(tensor)[0], int(tensor.shape[1]))  # one block has no distance to the next
+
+
+def _strides(tensor: Any) -> tuple[int, ...]:
+    """In elements, which are bytes here."""
+    return tuple(tensor.stride()) if callable(getattr(tensor, "stride", None)) else tuple(tensor.strides)
+
+
+def _item_nbytes(tensor: Any) -> int:
+    return int(tensor.element_size()) if hasattr(tensor, "element_size") else int(tensor.itemsize)

@@ -10,23 +10,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
-from tierkv.device import (
-    CanonicalPage,
-    CopyDone,
-    CopyJob,
-    CopyRuntime,
-    DeviceLayout,
-    Direction,
-    GroupCopy,
-    PageRef,
-    Run,
-    open_runtime,
-)
-from tierkv.errors import ClosedError, TierError
+from tierkv.device import CanonicalPage, CopyDone, DeviceLayout, DeviceTier, Direction, HostSlots, PageRef, Run
+from tierkv.errors import TierError
 from tierkv.tiers._mapping import SlotMapping
 from tierkv.vllm import _compat, _control
 from tierkv.vllm._identity import identity_digest, kv_shapes, layout_digest
@@ -38,19 +27,13 @@ logger = logging.getLogger("vllm.tierkv.worker")
 _ON_PAGE = {Direction.STORE: _control.Direction.STORE, Direction.LOAD: _control.Direction.LOAD}
 
 
-class _Tag(NamedTuple):
-    spec: SlotSpec
-    refused: Exception | None = None
-    """Why nothing was copied although vLLM asked for it."""
-
-
 class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies chunks between this rank's KV blocks and its part of the slots.
 
     Args:
         kv_caches: vLLM's view of this rank's tensors.
         layout: where their pages lie in a slot.
-        pool: the slots.
+        slots: the slots.
         page: the control page, where ends are stamped.
         rank: this worker's rank.
         group_ids: the group number in keys of each group of the layout.
@@ -64,22 +47,22 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         self,
         kv_caches: CanonicalKVCaches,
         layout: DeviceLayout,
-        pool: SlotMapping,
+        slots: HostSlots,
         *,
         page: _control.ControlPage,
         rank: int,
         group_ids: tuple[int, ...],
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        self._layout = layout
         self._page = page
         self._rank = rank
         self._positions = {group: position for position, group in enumerate(group_ids)}
         self._release = release
         self._finished: deque[TransferResult] = deque()
         self._closed = False
-        tensors = [cache.tensor for cache in kv_caches.tensors]
-        self._runtime: CopyRuntime = open_runtime(tensors, layout, pool.buffer, pool.stride_nbytes, self._ended)
+        self._tier = DeviceTier(blocks_per_chunk=layout.blocks_per_chunk)
+        self._tier.register_pages([cache.tensor for cache in kv_caches.tensors], layout)
+        self._tier.bind(slots)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any) -> bool:
         assert isinstance(dst_spec, SlotSpec), "the scheduler's half is tierkv's too"
@@ -90,65 +73,63 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         return self._submit(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:
+        self._take()
         finished: list[TransferResult] = []
         while self._finished:
             finished.append(self._finished.popleft())
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        self._runtime.wait({(direction, job_id) for direction in Direction for job_id in job_ids})
+        self._tier.wait({(direction, job_id) for direction in Direction for job_id in job_ids})
+        self._take()
 
     def shutdown(self) -> None:
-        """Wait for running copies, drop the others, let go of pool and control page. Idempotent."""
+        """Wait for running copies, let go of pool and control page. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._runtime.close()
+        self._tier.close()
+        self._take()
         self._release()
 
     def _submit(self, job_id: int, direction: Direction, blocks: GPULoadStoreSpec, spec: SlotSpec) -> bool:
         if self._closed:
             logger.debug("%s job %d came after the shutdown and was dropped", direction.value, job_id)
             return True
-        try:
-            job = CopyJob(job_id, direction, self._copies(direction, blocks, spec), _Tag(spec))
-        except (TierError, KeyError) as error:
-            # It still waits its turn in the runtime: a stamp says that every earlier copy on the slot has ended.
-            job = CopyJob(job_id, direction, (), _Tag(spec, error))
-        self._runtime.submit(job)
-        return True
-
-    def _copies(self, direction: Direction, blocks: GPULoadStoreSpec, spec: SlotSpec) -> list[GroupCopy]:
-        if spec.generation not in {0, self._page.generation}:
-            raise TierError("device", "the job names slots of another pool")
-        return self._layout.split(
+        unknown = [group for group in spec.groups or () if group not in self._positions]
+        if unknown or spec.generation not in {0, self._page.generation}:
+            what = f"groups {unknown}, which this worker has not" if unknown else "slots of another pool"
+            # It still waits its turn in the engine: a stamp says that every earlier copy on the slot has ended.
+            self._tier.refuse(direction, job_id, TierError("device", f"the job names {what}"), tag=spec)
+            return True
+        self._tier.submit(
+            direction,
             blocks.block_ids.tolist(),
-            blocks.group_sizes,
-            blocks.block_indices,
             spec.slots,
+            group_sizes=blocks.group_sizes,
+            first_blocks=blocks.block_indices,
             slot_groups=[self._positions[group] for group in spec.groups] if spec.groups else None,
             whole=direction is Direction.STORE,
+            job_id=job_id,
+            tag=spec,
         )
+        return True
+
+    def _take(self) -> None:
+        for done in self._tier.poll():
+            self._ended(done)
 
     def _ended(self, done: CopyDone) -> None:
-        """A copy has ended, on the runtime's thread: stamp first, since what vLLM hears may lead it to the stamp."""
-        job, nbytes, tag = done.job, done.nbytes, done.job.tag
-        error = tag.refused or done.error
-        if done.error is not None and job.direction is Direction.LOAD and not isinstance(done.error, ClosedError):
-            logger.warning("Load job %d failed (%r) and is tried once more, plainly", job.id, error)
-            try:
-                nbytes, error = self._runtime.copy_plain(job), None
-            except Exception as again:  # noqa: BLE001 - the outcome of this job, whatever it is
-                error = again
+        """A copy has ended: stamp first, since what vLLM hears may lead it to the stamp."""
+        job, error = done.job, done.error
         if error is None:
-            result = TransferResult(job.id, True, nbytes, done.duration_s)
+            result = TransferResult(job.id, True, done.nbytes, done.duration_s)
         else:
-            level = logging.DEBUG if isinstance(error, ClosedError) else logging.ERROR
-            logger.log(level, "%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
+            logger.error("%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
             result = TransferResult(job.id, job.direction is Direction.STORE)
         try:
-            slots, tickets = tag.spec.slots, tag.spec.tickets
-            self._page.stamp_many(self._rank, _ON_PAGE[job.direction], slots, tickets, ok=error is None)
+            spec: SlotSpec = job.tag
+            self._page.stamp_many(self._rank, _ON_PAGE[job.direction], spec.slots, spec.tickets, ok=error is None)
         finally:
             self._finished.append(result)  # a job that is never reported would keep its request for ever
 
@@ -157,7 +138,7 @@ def open_worker(
     config: Any,
     kv_caches: CanonicalKVCaches,
     *,
-    pool: SlotMapping,
+    pool: SlotMapping | HostSlots,
     page: _control.ControlPage,
     shared: bool,
     release: Callable[[], None] = lambda: None,
@@ -177,7 +158,8 @@ def open_worker(
     """
     rank = config.parallel.rank
     layout = worker_layout(config, kv_caches, ChunkGeometry.of(config, shared=shared), shared=shared)
-    worker = TierKVWorker(kv_caches, layout, pool, page=page, rank=rank, group_ids=group_ids(config), release=release)
+    slots = pool if isinstance(pool, HostSlots) else HostSlots.over(pool.buffer, pool.stride_nbytes)
+    worker = TierKVWorker(kv_caches, layout, slots, page=page, rank=rank, group_ids=group_ids(config), release=release)
     vllm_config = _compat.current_vllm_config()
     identity = identity_digest(vllm_config)
     if identity is not None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
-from tierkv.device import CanonicalPage, CopyDone, DeviceLayout, PageRef, Run
+from tierkv.device import (
+    CanonicalPage,
+    CopyJob,
+    DeviceLayout,
+    HostSlots,
+    PageRef,
+    Run,
+    TransferEngine,
+)
 from tierkv.device.cpu import CpuRuntime
+from tierkv.device.lowering import DescriptorPool, Pages
 
 DIRT = 0x5A
 """What a slot holds before a store: somebody else's bytes."""
@@ -41,12 +51,12 @@ class Shape:
     def nbytes(self) -> int:
         return sum(padded for padded, _ in self.pages) * self.blocks_per_chunk
 
-    def tensors(self, seed: int = 0, *, strided: bool = False) -> list[torch.Tensor]:
+    def tensors(self, seed: int = 0, *, strided: bool = False) -> list[np.ndarray]:
         """Random bytes; ``strided``: rows further apart than they are long, as in packed caches."""
         rng = np.random.default_rng(seed)
         made = []
         for padded, _ in self.pages:
-            wide = torch.from_numpy(rng.integers(-128, 128, (self.n_blocks, padded + 16 * strided), np.int8))
+            wide = rng.integers(-128, 128, (self.n_blocks, padded + 16 * strided), np.int8)
             made.append(wide[:, :padded])
         return made
 
@@ -101,7 +111,7 @@ def random_cut(rng: random.Random, shape: Shape, n_slots: int, *, whole: bool = 
     return Cut(blocks, sizes, firsts, rng.sample(range(n_slots), n_chunks))
 
 
-def expected_store(shape: Shape, tensors: list[torch.Tensor], cut: Cut, slots: np.ndarray, start: int) -> np.ndarray:
+def expected_store(shape: Shape, tensors: list[np.ndarray], cut: Cut, slots: np.ndarray, start: int) -> np.ndarray:
     """The slots after a store, by the slow road: the rank's span of each touched slot is zero but for the pages."""
     after = slots.copy()
     offsets = [start + sum(p for p, _ in shape.pages[:t]) * shape.blocks_per_chunk for t in range(len(shape.pages))]
@@ -111,28 +121,48 @@ def expected_store(shape: Shape, tensors: list[torch.Tensor], cut: Cut, slots: n
         for tensor in shape.groups[group]:
             padded, unpadded = shape.pages[tensor]
             at = offsets[tensor] + sub * padded
-            after[slot, at : at + unpadded] = tensors[tensor][block, :unpadded].numpy()
+            after[slot, at : at + unpadded] = tensors[tensor][block, :unpadded]
     return after
-
-
-class Collector:
-    """Takes the ends of copies, in order."""
-
-    def __init__(self) -> None:
-        self.done: list[CopyDone] = []
-
-    def __call__(self, done: CopyDone) -> None:
-        self.done.append(done)
 
 
 def dirty_slots(n_slots: int, stride: int) -> np.ndarray:
     return np.full((n_slots, stride), DIRT, np.int8)
 
 
-def runtime_over(
-    tensors: list[torch.Tensor], layout: DeviceLayout, slots: np.ndarray, done: object = None
-) -> CpuRuntime:
-    return CpuRuntime(tensors, layout, memoryview(slots).cast("B"), slots.shape[1], done or Collector())  # type: ignore[arg-type]
+class Copier:
+    """An engine over host memory; each call is one whole copy."""
+
+    def __init__(self, tensors: list[np.ndarray], layout: DeviceLayout, slots: np.ndarray) -> None:
+        self.runtime = CpuRuntime()
+        pages = [Pages(self.runtime.memory(t), len(t), t.shape[1], t.strides[0]) for t in tensors]
+        stride = slots.shape[1]
+        self.engine = TransferEngine(self.runtime, layout, pages, HostSlots.over(slots.data.cast("B"), stride))
+
+    def copy(self, job: CopyJob) -> int:
+        """Returns the bytes copied."""
+        self.engine.submit(job)
+        self.engine.wait()
+        (done,) = self.engine.poll()
+        if done.error is not None:
+            raise done.error
+        return done.nbytes
+
+    def copy_plain(self, job: CopyJob) -> int:
+        batch, _ = self.engine._lowering.batch(job.direction, job.copies, DescriptorPool())
+        self.runtime.copy_plain(batch)
+        return batch.total_nbytes
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@contextlib.contextmanager
+def copier(tensors: list[np.ndarray], layout: DeviceLayout, slots: np.ndarray) -> Iterator[Copier]:
+    made = Copier(tensors, layout, slots)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def head_sharded(

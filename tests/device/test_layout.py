@@ -6,18 +6,17 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.vllm.devices import (
+from tests.device.shapes import (
     DIRT,
     Shape,
+    copier,
     dirty_slots,
     expected_store,
     head_sharded,
     random_cut,
-    runtime_over,
     shapes,
 )
 from tierkv.device import CopyJob, DeviceLayout, Direction, PageRef
@@ -40,8 +39,8 @@ def test_store_writes_pages_and_zeroes_the_rest_of_its_span(shape, seed, lead, s
     cut = random_cut(rng, shape, N_SLOTS)
     layout = shape.layout(start=lead)
     expected = expected_store(shape, tensors, cut, slots, lead)
-    runtime = runtime_over(tensors, layout, slots)
-    n_copied = runtime.copy(job(layout, cut, Direction.STORE))
+    with copier(tensors, layout, slots) as device:
+        n_copied = device.copy(job(layout, cut, Direction.STORE))
     np.testing.assert_array_equal(slots, expected)
     assert n_copied == sum(shape.pages[t][1] for g, *_ in cut.places(shape.blocks_per_chunk) for t in shape.groups[g])
 
@@ -54,18 +53,19 @@ def test_load_gives_back_what_was_stored_and_touches_nothing_else(shape, seed, p
     slots = dirty_slots(N_SLOTS, shape.nbytes)
     layout = shape.layout()
     cut = random_cut(rng, shape, N_SLOTS)
-    runtime_over(tensors, layout, slots).copy(job(layout, cut, Direction.STORE))
+    with copier(tensors, layout, slots) as device:
+        device.copy(job(layout, cut, Direction.STORE))
     others = shape.tensors(seed + 1)
-    expected = [tensor.clone() for tensor in others]
+    expected = [tensor.copy() for tensor in others]
     moved = dict(zip(cut.blocks, rng.sample(range(shape.n_blocks), len(cut.blocks)), strict=True))
     for group, block, _, _ in cut.places(shape.blocks_per_chunk):
         for tensor in shape.groups[group]:
             n = shape.pages[tensor][1]
             expected[tensor][moved[block], :n] = tensors[tensor][block, :n]
     cut.blocks = [moved[block] for block in cut.blocks]
-    runtime = runtime_over(others, layout, slots)
-    (runtime.copy_plain if plain else runtime.copy)(job(layout, cut, Direction.LOAD))
-    assert all(torch.equal(got, want) for got, want in zip(others, expected, strict=True))
+    with copier(others, layout, slots) as device:
+        (device.copy_plain if plain else device.copy)(job(layout, cut, Direction.LOAD))
+    assert all(np.array_equal(got, want) for got, want in zip(others, expected, strict=True))
 
 
 @pytest.mark.parametrize("per_chunk", [1, 3, 4, 8])
@@ -74,14 +74,15 @@ def test_a_load_may_enter_a_chunk_in_its_middle(per_chunk):
     shape = Shape([(64, 64)], [[0]], per_chunk)
     tensors, slots, layout = shape.tensors(), dirty_slots(4, shape.nbytes), shape.layout()
     whole = layout.split(range(2 * per_chunk), [2 * per_chunk], [0], [2, 0])
-    runtime = runtime_over(tensors, layout, slots)
-    runtime.copy(CopyJob(0, Direction.STORE, whole))
-    target = [torch.zeros_like(tensors[0])]
+    with copier(tensors, layout, slots) as device:
+        device.copy(CopyJob(0, Direction.STORE, whole))
+    target = [np.zeros_like(tensors[0])]
     first = per_chunk - 1
     n = 2 * per_chunk - first
     tail = layout.split(range(n), [n], [first], [2, 0])
-    runtime_over(target, layout, slots).copy(CopyJob(1, Direction.LOAD, tail))
-    assert torch.equal(target[0][:n], tensors[0][first : first + n])
+    with copier(target, layout, slots) as device:
+        device.copy(CopyJob(1, Direction.LOAD, tail))
+    assert np.array_equal(target[0][:n], tensors[0][first : first + n])
     assert not target[0][n:].any()
 
 
@@ -101,9 +102,9 @@ def test_canonical_pages_look_the_same_for_every_number_of_ranks(write_ranks, re
         shard = r // (n // min(heads, n))
         mine = truth[:, :, shard * local : (shard + 1) * local]
         mine = mine.transpose(0, 1, 3, 2, 4) if by_token else mine
-        pages = torch.from_numpy(np.ascontiguousarray(mine)).reshape(2, n_blocks, -1)
+        pages = np.ascontiguousarray(mine).reshape(2, n_blocks, -1)
         if empty:
-            pages = torch.zeros_like(pages)
+            pages = np.zeros_like(pages)
         page = head_sharded(r, n, heads=heads, tokens=tokens, head_nbytes=head_nbytes, by_token=by_token)
         refs = [PageRef(t, pages.shape[2], page) for t in range(2)]
         layout = DeviceLayout.canonical(
@@ -114,19 +115,22 @@ def test_canonical_pages_look_the_same_for_every_number_of_ranks(write_ranks, re
     slots = dirty_slots(4, 2 * per_chunk * heads * tokens * head_nbytes + 40)
     for r in range(write_ranks):
         tensors, layout = rank(r, write_ranks, empty=False)
-        runtime_over(tensors, layout, slots).copy(CopyJob(0, Direction.STORE, layout.split(*cut)))
+        with copier(tensors, layout, slots) as device:
+            device.copy(CopyJob(0, Direction.STORE, layout.split(*cut)))
     together = slots.copy()
     alone = dirty_slots(*slots.shape)
     tensors, layout = rank(0, 1, empty=False)
-    runtime_over(tensors, layout, alone).copy(CopyJob(0, Direction.STORE, layout.split(*cut)))
+    with copier(tensors, layout, alone) as device:
+        device.copy(CopyJob(0, Direction.STORE, layout.split(*cut)))
     np.testing.assert_array_equal(together, alone)
     assert not (together[cut[3]] == DIRT).all(axis=1).any()
     for r in range(read_ranks):
         want, _ = rank(r, read_ranks, empty=False)
         got, layout = rank(r, read_ranks, empty=True)
-        runtime_over(got, layout, slots).copy(CopyJob(0, Direction.LOAD, layout.split(*cut)))
+        with copier(got, layout, slots) as device:
+            device.copy(CopyJob(0, Direction.LOAD, layout.split(*cut)))
         for t in range(2):
-            assert torch.equal(got[t][cut[0]], want[t][cut[0]])
+            assert np.array_equal(got[t][cut[0]], want[t][cut[0]])
     np.testing.assert_array_equal(slots, together)
 
 
@@ -134,11 +138,11 @@ def test_a_groups_unused_tensors_are_zeroed():
     """Two groups over different tensors share slots in turn: the second never carries the first's bytes."""
     shape = Shape([(64, 64), (64, 48)], [[0], [1]], 2)
     tensors, slots, layout = shape.tensors(), dirty_slots(1, shape.nbytes), shape.layout()
-    runtime = runtime_over(tensors, layout, slots)
-    runtime.copy(CopyJob(0, Direction.STORE, layout.split([1, 2], [2, 0], [0, 0], [0])))
-    runtime.copy(CopyJob(1, Direction.STORE, layout.split([3, 4], [0, 2], [0, 0], [0])))
+    with copier(tensors, layout, slots) as device:
+        device.copy(CopyJob(0, Direction.STORE, layout.split([1, 2], [2, 0], [0, 0], [0])))
+        device.copy(CopyJob(1, Direction.STORE, layout.split([3, 4], [0, 2], [0, 0], [0])))
     assert not slots[0, :128].any()
-    assert slots[0, 128:176].tobytes() == tensors[1][3, :48].numpy().tobytes()
+    assert slots[0, 128:176].tobytes() == tensors[1][3, :48].tobytes()
     assert not slots[0, 176:192].any()
 
 
@@ -191,5 +195,6 @@ def test_two_layers_of_a_group_in_one_tensor():
     for lengths in ([64, 48], [48, 64]):
         layout = DeviceLayout.direct([64], [[PageRef(0, n) for n in lengths]], blocks_per_chunk=1)
         tensors, slots = Shape([(64, 64)], [[0]], 1).tensors(), dirty_slots(1, 64)
-        runtime_over(tensors, layout, slots).copy(CopyJob(0, Direction.STORE, layout.split([3], [1], [0], [0])))
-        assert slots[0].tobytes() == tensors[0][3].numpy().tobytes()
+        with copier(tensors, layout, slots) as device:
+            device.copy(CopyJob(0, Direction.STORE, layout.split([3], [1], [0], [0])))
+        assert slots[0].tobytes() == tensors[0][3].tobytes()
