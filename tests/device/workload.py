@@ -150,12 +150,17 @@ class Workload:
         self.errors: list[CopyDone] = []
 
     def run(self, n_steps: int = 60) -> list[str]:
-        """Returns what was wrong with bytes; races raise on their own."""
+        """Traffic for a while, and then the end of it. Returns what was wrong with bytes; races raise on their own."""
         for _ in range(n_steps):
             self.rng.choice((self.store, self.store, self.load, self.load, self.preempt, self.settle, self.settle))()
+        return self.finish()
+
+    def finish(self) -> list[str]:
+        """Let everything end, and look at every byte that arrived. Returns what was wrong."""
         while self.m.engine.n_open:
             self.m.sim.progress()
             self.settle()
+        self.settle()  # what a preemption waited for
         self.m.sim.synchronize()
         for what, seen, value in self.checks:
             for i, page in enumerate(seen):
@@ -210,7 +215,7 @@ class Workload:
                 if failed:
                     self.free_slots.append(chunk.slot)
                     continue
-                self.ready[len(self.ready) + 1000 * self.ids] = chunk
+                self.ready[self.n_stored] = chunk
                 self._check_slot(chunk)
                 self.n_stored += 1
 

@@ -294,6 +294,7 @@ class TransferEngine:
     def _end(self, flight: _Flight) -> CopyDone:
         now_s = time.perf_counter()
         job, batch = flight.job, flight.batch
+        _strip(flight.error)
         if flight.lost:
             self._lost = True
             _abandoned.append((flight, self._keep, self._slots, self._runtime))
@@ -319,7 +320,7 @@ class TransferEngine:
         try:
             self._runtime.copy_plain(flight.batch)
         except Exception as error:  # noqa: BLE001 - the outcome of this job, whatever it is
-            return error
+            return _strip(error)
         return None
 
 
@@ -355,6 +356,11 @@ class EngineThread:
                 logger.exception("%s: a call failed", self._name)
             finally:
                 done.set()
+
+
+def _strip(error: Exception | None) -> Exception | None:
+    """Without its frames, which hold the batch and so the slots: whoever kept the error would keep them mapped."""
+    return None if error is None else error.with_traceback(None)
 
 
 def _fill(zeroes: Iterable[Zeroes]) -> None:

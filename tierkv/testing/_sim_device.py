@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from tierkv.testing._rules import ConformanceError
 from tierkv.testing._sim_races import Clock, RaceCheck, Range, merge
@@ -56,6 +56,9 @@ class _Task:
     is_blocked: Callable[[], bool] = lambda: False
     began: int | None = None
     traced: bool = True
+
+
+_S = TypeVar("_S", bound="SimStream")
 
 
 class SimStream:
@@ -188,9 +191,16 @@ class SimDevice:
     # -- what a program calls -----------------------------------------------------------------------------------
 
     def new_stream(self, name: str = "") -> SimStream:
-        stream = SimStream(self, len(self._streams), name or f"stream {len(self._streams)}")
+        return self.add_stream(SimStream(self, len(self._streams), name or f"stream {len(self._streams)}"))
+
+    def add_stream(self, stream: _S) -> _S:
+        """Run a stream of one's own kind, whose number is :attr:`n_streams`, with the others."""
         self._streams.append(stream)
         return stream
+
+    @property
+    def n_streams(self) -> int:
+        return len(self._streams)
 
     def new_event(self) -> SimEvent:
         return SimEvent(self)

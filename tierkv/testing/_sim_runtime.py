@@ -59,7 +59,8 @@ class SimRuntime:
         return Memory(tensor.address, tensor.nbytes, tensor)
 
     def new_stream(self) -> SimStream:
-        return self.device.new_stream()
+        number = self.device.n_streams
+        return self.device.add_stream(_Stream(self, number))
 
     def new_event(self) -> SimEvent:
         return _Event(self)
@@ -118,6 +119,17 @@ class SimRuntime:
             return list(zip(*(array.tolist() for array in arrays), strict=True))
 
         self.device.copy(pairs, name=str(batch.direction.value), descriptors=_ranges(arrays))
+
+
+class _Stream(SimStream):
+    def __init__(self, runtime: SimRuntime, number: int) -> None:
+        super().__init__(runtime.device, number, f"stream {number}")
+        self._runtime = runtime
+
+    def synchronize(self) -> None:
+        if self._runtime.count("synchronize"):
+            raise _planted("synchronize")
+        super().synchronize()
 
 
 class _Event(SimEvent):
