@@ -48,13 +48,13 @@ class LatePort:
     def check(self, jobs: Sequence[PortJob]) -> None:
         self.device.check(jobs)
 
-    async def store(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
+    async def store_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
         await self._wait()
-        return await self.device.store(jobs)
+        return await self.device.store_chunks(jobs)
 
-    async def load(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
+    async def load_chunks(self, jobs: Sequence[PortJob]) -> Sequence[bool]:
         await self._wait()
-        return await self.device.load(jobs)
+        return await self.device.load_chunks(jobs)
 
     def close(self) -> None:
         self.device.close()

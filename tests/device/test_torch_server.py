@@ -60,7 +60,7 @@ async def test_the_server_reads_from_disk_after_a_restart(tmp_path: Path, capsys
 async def test_the_server_notices_wrong_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: if loads leave one block of one layer wrong, the comparison of tokens fails."""
     example = _example()
-    load, new_cache = DeviceTier.load, example.new_cache
+    load, new_cache = DeviceTier.load_chunks, example.new_cache
     pools: list[Any] = []
 
     def seen(root_dir: str, keys: list[Any], values: list[Any]) -> Any:
@@ -74,6 +74,6 @@ async def test_the_server_notices_wrong_bytes(tmp_path: Path, monkeypatch: pytes
         return arrived
 
     monkeypatch.setattr(example, "new_cache", seen)
-    monkeypatch.setattr(DeviceTier, "load", damaged)
+    monkeypatch.setattr(DeviceTier, "load_chunks", damaged)
     with pytest.raises(AssertionError, match="other tokens"):
         await example.main(torch.device("cpu"), str(tmp_path))
