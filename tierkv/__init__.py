@@ -4,6 +4,7 @@ Standard library only. Policies live in :mod:`tierkv.policies`, the filesystem t
 ``fs``), the vLLM adapter in :mod:`tierkv.vllm`: the import path is the dependency.
 """
 
+from tierkv._hints import Hint
 from tierkv._lease import Lease
 from tierkv._level import Writes
 from tierkv._mover import MoverLimits
@@ -44,6 +45,7 @@ __all__ = (
     "CorruptChunkError",
     "Event",
     "EventKind",
+    "Hint",
     "Lease",
     "Level",
     "LevelStatistics",

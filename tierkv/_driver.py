@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tierkv._hierarchy import Hierarchy
+from tierkv._hints import Hints
 from tierkv._level import LevelPlan
 from tierkv._mover import Completion, Mover, MoverLimits
 from tierkv.errors import ClosedError, TierKVError
@@ -48,6 +49,7 @@ class Driver:
         assert isinstance(primary, HostTier)
         self.primary = primary
         self.hierarchy = Hierarchy(plans, record_events=on_event is not None)
+        self.hints = Hints([level.ledger for level in self.hierarchy.levels], clock)
         self.mover = Mover(
             tiers,
             primary.slot_view,

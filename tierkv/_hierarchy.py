@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tierkv._flow import NOTHING, SLICE
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import LevelBooks, bare
+from tierkv._level import LevelBooks, bare, of_its_tenant
 from tierkv._room import Room
 from tierkv.types import (
     Chunk,
@@ -258,7 +258,7 @@ class Hierarchy(Room):
             found = next(((lower, below) for lower in self.levels[1:] if (below := lower.readable(chunk.key))), None)
             if found is None or (limit is not None and len(sources) >= limit):
                 break
-            sources[chunk.key] = (chunk, *found)
+            sources[chunk.key] = (of_its_tenant(chunk, found[1].chunk), *found)
         return sources
 
     # -- forgetting ---------------------------------------------------------------------------------------------

@@ -43,16 +43,11 @@ class Ledger:
         slot_nbytes: int = 0,
     ) -> None:
         self.name = name
-        self.policy = policy
         self.capacity_nbytes = capacity_nbytes if n_slots is None else n_slots * slot_nbytes
         self.pending_nbytes = 0
         self.ready_nbytes = 0
-        self.quarantined_nbytes = 0
-        self.foreign_nbytes = 0
-        self.held_nbytes = 0
-        self.n_pending = 0
-        self.n_held = 0
-        self.n_foreign = 0
+        self.quarantined_nbytes = self.foreign_nbytes = self.held_nbytes = 0
+        self.n_pending = self.n_held = self.n_foreign = 0
         self._admission = admission
         self._charge = charge
         self._slot_nbytes = slot_nbytes
@@ -60,14 +55,19 @@ class Ledger:
         self._generations = [0] * (n_slots or 0)
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
+        self.get = self._index.get
+        """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
+        self.follow(policy)
+
+    def follow(self, policy: EvictionPolicy) -> None:
+        """Evict in this order. A later one stands around the one before, so it knows of everything that is here."""
+        self.policy = policy
         self._order = (
             SeatedOrder(policy, self._index) if isinstance(policy, Seating) else KeyedOrder(policy, self._index)
         )
         self._expiring = policy if isinstance(policy, Expiring) else None
         self.expires = self._expiring is not None
         """The policy lets chunks expire."""
-        self.get = self._index.get
-        """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -297,7 +297,8 @@ class Ledger:
 
     def evict(self, n_slots: int, spared: Iterable[Entry]) -> list[Entry] | None:
         """:meth:`victims` and :meth:`drop` at once, for slots and a policy that can. None: it cannot."""
-        gone = self._order.evict(n_slots, spared) if self._free_slots is not None else None
+        at_once = self._free_slots is not None and not self.expires  # who leaves as expired is counted one by one
+        gone = self._order.evict(n_slots, spared) if at_once else None
         if gone is not None:
             self._vacate(gone)
         return gone

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from tierkv._driver import Driver
 from tierkv._hierarchy import UNSETTLED
+from tierkv._hints import Hint, Hinted
 from tierkv._lease import Lease, Pins
 from tierkv._ledger import PENDING, READY, Entry
 from tierkv._mover import MoverLimits, padded_nbytes
@@ -276,6 +277,23 @@ class TieredCache:
         on_the_way = driver.hierarchy.primary.n_pending - before
         driver.kick()
         return on_the_way
+
+    def hint(self, keys: Iterable[ChunkKey], hint: Hint) -> Hinted:
+        """Say what is known of the future of chunks: a session has ended, a system prompt will be back.
+
+        Args:
+            keys: of chunks, in prefix order; those that no level holds are ignored and counted. What is being stored
+                counts as held.
+            hint: ``Hint.DEAD``, ``Hint.KEEP`` or ``Hint.TTL(seconds)``.
+
+        Raises:
+            ConfigError: ``hint`` is none of these.
+        """
+        driver = self._opened()
+        if isinstance(keys, (bytes, str)):
+            msg = "keys must be a collection of keys, not one"
+            raise TypeError(msg)
+        return driver.hints.give(keys, hint)
 
     async def delete(self, chunks: Iterable[Chunk]) -> None:
         """Forget chunks everywhere: they are misses at once, their space is freed in the background."""

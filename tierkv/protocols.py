@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from tierkv.types import Chunk, ChunkKey, Found, Outcome
+from tierkv.types import Chunk, ChunkKey, Found, Outcome, Turn
 
 Clock = Callable[[], float]
 """Seconds, monotonic. Handed in wherever time matters, so that tests own it."""
@@ -250,6 +250,24 @@ class Expiring(Protocol):
     """A policy whose chunks can expire: an expired chunk answers a miss and the next trim removes it."""
 
     def expired(self, chunk: Chunk) -> bool: ...
+
+
+@runtime_checkable
+class HintAware(Protocol):
+    """A policy that knows what to do with a hint: this chunk leaves first, or last.
+
+    A policy that does not is wrapped by the level, with the first hint, in an order that names what was hinted apart
+    from the rest. That wrapper knows of no parents: an order of leaves has to know hints by itself.
+    """
+
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        """``key`` is resident and not held: who holds it lets it go first.
+
+        FIRST: named before all that has another turn, in the order of the hints, a parent never before its children.
+        A use ends it: the chunk stands as if it had never been hinted. LAST: named after all that has another turn,
+        used or not. USUAL ends a LAST and nothing else.
+        """
+        ...
 
 
 class Admission(Protocol):

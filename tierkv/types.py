@@ -73,6 +73,17 @@ class Reason(StrEnum):
     CORRUPT = "corrupt"
 
 
+class Turn(Enum):
+    """When a chunk leaves, beside what its uses say; what an order is told of a hint."""
+
+    FIRST = "first"
+    """Before everybody else, until it is used."""
+    USUAL = "usual"
+    """As if it had not been kept."""
+    LAST = "last"
+    """After everybody else, used or not."""
+
+
 class Outcome(NamedTuple):
     """What happened to one key of a batch."""
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 import tierkv.policies
+from tierkv._turns import hint_aware
 from tierkv.policies import FIFO, LRU, SIEVE, TTL, LeafFirst, Quota
 from tierkv.policies.parse import parse_policy
 from tierkv.protocols import EvictionPolicy
@@ -42,6 +43,13 @@ def test_an_order_conforms(order: type[EvictionPolicy]) -> None:
     """Each resident key once, holds respected, the same for the same calls, deletes forgotten, memory bounded."""
     report = check_policy(order, leaves=order is LRU, settings=FEW)
     assert {"PinAware", "forgets deletes", "asking changes nothing"} <= set(report.passed)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
+def test_an_order_that_was_hinted_conforms(order: type[EvictionPolicy]) -> None:
+    """What a level makes of it with the first hint: hinted chunks first and last, all the rest as it was."""
+    report = check_policy(lambda: hint_aware(order()), leaves=order is LRU, settings=FEW)
+    assert {"PinAware", "HintAware", "asking changes nothing"} <= set(report.passed)
 
 
 def test_asking_sieve_changes_nothing() -> None:
@@ -85,9 +93,9 @@ def test_an_order_by_name_conforms(name: str) -> None:
 WRAPPED: dict[str, tuple[Callable[[ManualClock], EvictionPolicy], dict[str, Any]]] = {
     "ttl of lru": (lambda clock: TTL(LRU(), 5, clock), {}),
     "leaf_first of ttl of fifo": (lambda clock: LeafFirst(TTL(FIFO(), 5, clock)), {"pure": False, "leaves": True}),
-    "quota of lru": (lambda _: Quota(QUOTAS, LRU()), {"pure": False, "leaves": True, "ttl_s": None}),
-    "quota of ttl": (lambda clock: Quota(QUOTAS, TTL(LRU(), 5, clock)), {"pure": False}),
-    "ttl of quota": (lambda clock: TTL(Quota(QUOTAS, LRU()), 5, clock), {"pure": False}),
+    "quota of lru": (lambda _: Quota(QUOTAS, LRU()), {"pure": False, "leaves": True, "ttl_s": None, "turns": False}),
+    "quota of ttl": (lambda clock: Quota(QUOTAS, TTL(LRU(), 5, clock)), {"pure": False, "turns": False}),
+    "ttl of quota": (lambda clock: TTL(Quota(QUOTAS, LRU()), 5, clock), {"pure": False, "turns": False}),
     "ttl of ttl": (lambda clock: TTL(TTL(LRU(), 7, clock), 5, clock), {}),
 }
 

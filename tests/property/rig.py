@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from tests.property.world import BY_KEY, KEYS, SLOT, File, ManualClock, Medium, SecondOffer, content, make_policy
 from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
+from tierkv._hints import Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import LevelPlan, Writes
 from tierkv.types import ChunkKey, Event, EventKind, Found, Outcome, Reason, Status, Transfer, TransferKind
@@ -115,6 +116,7 @@ class Rig:
             )
             for twin in (False, True)
         )
+        self.hints = [Hints([level.ledger for level in h.levels], self.clock) for h in (self.h, self.twin)]
         self.slots = [b"\0" * SLOT for _ in range(n_slots)]
         self.n_levels = 1 + len(self.lowers)
         self.flying: dict[int, Flying] = {}

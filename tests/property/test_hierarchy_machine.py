@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 from tests.property.rig import Flying, Held, LowerSetup, Rig, Store
 from tests.property.world import KEYS, PATHS, TOO_LARGE, ancestors
 from tierkv._hierarchy import Offer
+from tierkv._hints import Hint
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import Writes
 from tierkv.types import Chunk, ChunkKey, Reason, Status, TransferKind
@@ -31,6 +32,7 @@ setups = st.builds(
 )
 requests = st.tuples(st.sampled_from(PATHS), st.integers(1, 4)).map(lambda drawn: drawn[0][: drawn[1]])
 key_sets = st.sets(st.sampled_from(KEYS), max_size=2)
+hints = st.sampled_from([Hint.DEAD, Hint.DEAD, Hint.KEEP, Hint.TTL(1.0), Hint.TTL(5.0)])
 faults = st.sampled_from([None, None, None, None, *Status])
 
 
@@ -218,6 +220,14 @@ class HierarchyMachine(RuleBasedStateMachine):
     @rule(chunks=requests)
     def access(self, chunks: list[Chunk]) -> None:
         self.rig.call(lambda h, _: h.access(chunks))
+
+    @rule(chunks=requests, more=key_sets, hint=hints)
+    def hint(self, chunks: list[Chunk], more: set[ChunkKey], hint: Hint) -> None:
+        """Somebody says what becomes of a request, or of keys from anywhere; be it true or not."""
+        keys = [*(chunk.key for chunk in chunks), *more]
+        answers = self.rig.call(lambda _, i: self.rig.hints[i].give(keys if not i else list(keys), hint))
+        assert answers[0] == answers[1]
+        assert not self.rig.fresh_transfers and not self.rig.fresh_events, "a hint moves and deletes nothing"
 
     # -- transfers ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 from hypothesis import strategies as st
@@ -16,10 +17,12 @@ from hypothesis.stateful import (
 )
 
 from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ManualClock, ancestors, make_policy
+from tierkv._hints import Hint, Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry, Ledger, State
 from tierkv.types import Chunk, ChunkKey
 
 CAPACITY = 5 * SLOT
+HINTS = [Hint.DEAD, Hint.DEAD, Hint.KEEP, Hint.TTL(2.0), Hint.TTL(5.0)]
 
 
 def charge_of(nbytes: int) -> int:
@@ -48,7 +51,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.policy = make_policy(self.policy_name, ManualClock())
+        self.clock = ManualClock()
+        self.policy = make_policy(self.policy_name, self.clock)
         self.ledger = Ledger(
             name="level",
             capacity_nbytes=CAPACITY,
@@ -57,7 +61,9 @@ class LedgerMachine(RuleBasedStateMachine):
             n_slots=5 if self.slotted else None,
             slot_nbytes=SLOT,
         )
+        self.hints = Hints([self.ledger], self.clock)
         self.capacity = CAPACITY
+        self.until_s: dict[ChunkKey, float] = {}
         self.lines: dict[ChunkKey, Line] = {}
         self.gone: list[Line] = []
         self.generations = [0] * 5
@@ -76,6 +82,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, lines: list[Line]) -> Line:
         return lines[data.draw(st.integers(0, len(lines) - 1), label="which")]
 
+    def begins(self, key: ChunkKey) -> None:
+        """A lifetime that is over says nothing of a chunk that is stored anew."""
+        if self.until_s.get(key, inf) <= self.clock.now:
+            del self.until_s[key]
+
     # -- rules --------------------------------------------------------------------------------------------------
 
     @rule(path=st.sampled_from(PATHS), n=st.integers(1, 4))
@@ -91,6 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
         taken = self.ledger.reserve(chunks)
         assert [entry.chunk for entry in taken] == expected
         for entry in taken:
+            self.begins(entry.key)
             self.lines[entry.key] = Line(entry, self.charge(entry.chunk), entry.chunk.parent, writing=True)
             if self.slotted:
                 assert entry.generation == self.generations[entry.slot]
@@ -112,10 +124,13 @@ class LedgerMachine(RuleBasedStateMachine):
         entry = self.ledger.insert_found(chunk, charge, owned=owned)
         if line is None:
             assert entry is not None
+            if owned:
+                self.begins(chunk.key)
             self.lines[chunk.key] = Line(entry, charge, chunk.parent, READY, owned)
             return
         assert entry is None, "what is known stays as it is"
         if owned and not line.owned:
+            self.begins(chunk.key)
             line.owned, line.charge_nbytes = True, charge
 
     @precondition(lambda self: self.lines)
@@ -143,6 +158,21 @@ class LedgerMachine(RuleBasedStateMachine):
             line = self.lines.get(chunk.key)
             if line is not None and line.entry is entry and line.parent is None:
                 line.parent = chunk.parent
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4), hint=st.sampled_from(HINTS))
+    def hint(self, keys: list[ChunkKey], hint: Hint) -> None:
+        """Whatever state they are in; what is not here, not ours or over is ignored, and counted."""
+        ours = {key for key in keys if key in self.lines and self.lines[key].owned}
+        over = {key for key in ours if self.until_s.get(key, inf) <= self.clock.now}
+        assert all(self.ledger.expired(self.lines[key].entry) for key in over if self.lines[key].state is READY)
+        answer = self.hints.give(keys, hint)
+        assert answer == (len(ours - over), len(set(keys) - (ours - over)))
+        if hint.ttl_s is not None:
+            self.until_s.update((key, self.clock.now + hint.ttl_s) for key in ours - over)
+
+    @rule(seconds=st.sampled_from([1.0, 3.0, 4000.0]))
+    def tick(self, seconds: float) -> None:
+        self.clock.now += seconds
 
     @rule(
         enough=st.integers(0, CAPACITY),

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tierkv.policies import FIFO, LRU, _stamp_heap
-from tierkv.protocols import PinAware
-from tierkv.types import Chunk, ChunkKey
+from tierkv.policies._leaf_order import LAST, USUAL
+from tierkv.protocols import HintAware, PinAware
+from tierkv.types import Chunk, ChunkKey, Turn
 
 N_KEYS = 14
 
@@ -33,10 +34,22 @@ class NaiveOrder:
         self.stamps: dict[ChunkKey, int] = {}
         self.parents: dict[ChunkKey, ChunkKey] = {}
         self.held: set[ChunkKey] = set()
-        self.clock = 0
+        self.kept: set[ChunkKey] = set()
+        self.n_first = 0
+        self.clock = USUAL if leaves else 0
+
+    def hint(self, key: ChunkKey, turn: Turn) -> None:
+        if turn is Turn.FIRST:
+            self.n_first += 1
+            self.stamps[key] = self.n_first
+        elif turn is Turn.LAST and self.stamps[key] < USUAL:
+            self.clock += 1
+            self.stamps[key] = self.clock
+        (self.kept.add if turn is Turn.LAST else self.kept.discard)(key)
 
     def insert(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks if self.leaves else ():
+            self.kept.discard(chunk.key)
             self.stamps.setdefault(chunk.key, 0)
             self.link(chunk)
         for chunk in reversed(chunks):
@@ -64,20 +77,22 @@ class NaiveOrder:
     def remove(self, key: ChunkKey) -> None:
         stamp = self.stamps.pop(key)
         self.held.discard(key)
+        self.kept.discard(key)
         parent = self.parents.pop(key, None)
-        if parent in self.stamps:
+        if parent in self.stamps and parent not in self.kept:
             self.stamps[parent] = max(self.stamps[parent], stamp)
 
     def order(self) -> list[ChunkKey]:
         rest = NaiveOrder(leaves=self.leaves)
         rest.stamps, rest.parents, rest.held = dict(self.stamps), dict(self.parents), set(self.held)
+        rest.kept = set(self.kept)
         found: list[ChunkKey] = []
         while True:
             parents = {rest.parents.get(key) for key in rest.stamps}
             leaves = [key for key in rest.stamps if key not in parents and key not in rest.held]
             if not leaves:
                 return found
-            oldest = min(leaves, key=rest.stamps.__getitem__)
+            oldest = min(leaves, key=lambda key: (key in rest.kept, rest.stamps[key]))
             found.append(oldest)
             rest.remove(oldest)
 
@@ -177,6 +192,16 @@ class OrderMachine(RuleBasedStateMachine):
         self.policy.release(key)
         self.naive.held.discard(key)
 
+    @precondition(lambda self: self.leaves)
+    @rule(key=st.sampled_from(KEYS), turn=st.sampled_from(Turn))
+    def hint(self, key: ChunkKey, turn: Turn) -> None:
+        if key in self.naive.held:
+            return
+        assert isinstance(self.policy, HintAware)
+        self.policy.on_hint(key, turn)
+        if key in self.naive.stamps:
+            self.naive.hint(key, turn)
+
     @rule(n=st.integers(0, 4))
     def leave_an_iteration_open(self, n: int) -> None:
         victims = self.policy.victims()
@@ -206,7 +231,8 @@ class LRUMachine(OrderMachine):
         policy = self.policy
         seats = {key: seat for key, seat in policy._seats.items() if seat.stamp}
         assert len(seats) == len(policy._seats) == len(policy)
-        assert {key: seat.stamp for key, seat in seats.items()} == self.naive.stamps
+        assert {key: seat.stamp % LAST for key, seat in seats.items()} == self.naive.stamps
+        assert {key for key, seat in seats.items() if seat.stamp >= LAST} == self.naive.kept
         assert len(set(self.naive.stamps.values())) == len(seats), "no ties"
         assert {key: seat.link for key, seat in seats.items() if seat.link} == self.naive.parents
         children = Counter(self.naive.parents.values())
@@ -223,7 +249,8 @@ class LRUMachine(OrderMachine):
             assert seat.key == key
             if seat.heaped is not None:
                 assert not seat.queued and not seat.n_children
-                assert seat.heaped[2] is seat and seat.heaped[0] == seat.stamp
+                assert seat.heaped[2] is seat
+                assert seat.heaped[0] == seat.stamp or LAST <= seat.heaped[0] < seat.stamp, "corrected when it is met"
             else:
                 assert seat.queued or seat.n_children or seat.held, "who may leave waits to leave"
         live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]

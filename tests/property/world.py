@@ -8,7 +8,7 @@ from itertools import islice
 
 from tierkv.policies import FIFO, LRU
 from tierkv.protocols import EvictionPolicy
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 SLOT = 64
 """Bytes of a primary slot."""
@@ -116,6 +116,10 @@ class LeafGuard:
         assert key not in self._held, "what is held or pending is no victim"
         children = [child for child, parent in self._links.items() if parent == key]
         assert not children, f"{key!r} was evicted before its children {children}"
+
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        assert key in self._links and key not in self._held, "who holds it lets it go first"
+        self._inner.on_hint(key, turn)
 
     def hold(self, key: ChunkKey) -> None:
         assert key in self._links and key not in self._held, "a flag, set once"

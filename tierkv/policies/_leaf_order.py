@@ -26,6 +26,11 @@ from tierkv.policies._stamp_heap import StampHeap
 from tierkv.protocols import Seat
 from tierkv.types import ChunkKey
 
+USUAL = 1 << 48
+"""Stamps of uses are above; below are those of chunks that are to leave first."""
+LAST = 1 << 60
+"""What a chunk has on top of its stamp that is to leave last."""
+
 
 class _Walk:
     """One iteration over the victims."""
@@ -59,7 +64,7 @@ class LeafOrder:
         self._heap: StampHeap[Seat] = StampHeap()
         # Whom the latest victims() met in the line held. They leave it when the next one begins.
         self._met: list[Seat] = []
-        self._stamp = 0
+        self._stamp = USUAL
         self._n_resident = 0
 
     def __len__(self) -> int:
@@ -193,6 +198,13 @@ class LeafOrder:
         elif seat.heaped is not None:
             self._heap.drop(seat)
 
+    def _move(self, seat: Seat, stamp: int) -> None:
+        """Give a chunk any stamp at all."""
+        self._leave_place(seat)
+        seat.stamp = stamp
+        if not seat.held:
+            self.readmit(seat)
+
     def _queue(self, leaves: Sequence[Seat]) -> None:
         """Let those of ``leaves``, newest first, that are leaves still take the end of the line."""
         line = self._line
@@ -281,8 +293,8 @@ class LeafOrder:
                 del self._absent[key]
             return None
         parent.n_children -= 1
-        if stamp > parent.stamp:  # noqa: PLR1730 (a call of max() costs as much as all the rest)
-            parent.stamp = stamp
+        if stamp > parent.stamp:
+            parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)
         return None if parent.n_children or parent.held else parent
 
     def _put_aside(self) -> None:

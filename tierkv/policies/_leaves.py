@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from itertools import chain
 
 from tierkv.protocols import EvictionPolicy, PinAware
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 
 class Tree:
@@ -71,8 +71,19 @@ class Leaves:
         self._tree = tree
         self._held: set[ChunkKey] = set()
         self._parked: set[ChunkKey] = set()
+        self._last: set[ChunkKey] = set()
         # What the latest walk came upon; parked when the next call comes, since a walk must not change the order.
         self._met: list[ChunkKey] = []
+
+    def follow(self, order: EvictionPolicy) -> None:
+        """Go on with an order around the one before, which knows all that that one was told."""
+        self._order = order
+        self._pins = order if self._pins is not None and isinstance(order, PinAware) else None
+
+    def hint(self, key: ChunkKey, turn: Turn) -> None:
+        """The order is about to be told of a hint."""
+        self.unpark(key)
+        (self._last.add if turn is Turn.LAST else self._last.discard)(key)
 
     def unpark(self, key: ChunkKey | None) -> None:
         """The chunk was used, or its children have changed: it is in its place in the order again."""
@@ -87,6 +98,7 @@ class Leaves:
         self._park_met()
         self._parked.discard(key)
         self._held.discard(key)
+        self._last.discard(key)
 
     def hold(self, key: ChunkKey) -> None:
         if key in self._tree.parents:
@@ -106,7 +118,8 @@ class Leaves:
         parents, n_children = self._tree.parents, self._tree.n_children
         n_left: dict[ChunkKey, int] = {}
         passed = set(met)
-        for key in victims:
+        late: list[ChunkKey] = []
+        for key in chain(victims, late):
             if key in self._held:
                 continue
             if n_left.get(key, n_children.get(key, 0)):
@@ -119,7 +132,11 @@ class Leaves:
                 n_left[parent] = n_left.get(parent, n_children[parent]) - 1
                 if n_left[parent] or parent in self._held or not (parent in passed or parent in self._parked):
                     break
-                # Its last child is gone and the walk has passed it: it is colder than all that is still to come.
+                # Its last child is gone and the walk has passed it: it is colder than all that is still to come, unless
+                # it was kept, and then it comes after that.
+                if parent in self._last:
+                    late.append(parent)
+                    break
                 yield parent
                 parent = parents.get(parent)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 
+from tierkv._turns import hint_aware
 from tierkv.errors import bad_setting
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, PinAware, Refreshing
-from tierkv.types import Chunk, ChunkKey
+from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, Refreshing
+from tierkv.types import Chunk, ChunkKey, Turn
 
 _METHODS = ("on_insert", "on_access", "on_remove", "victims")
 
@@ -27,6 +28,7 @@ class Wrapper:
         self._order = order
         self._pins = order if isinstance(order, PinAware) else None
         self._commits = order if isinstance(order, CommitAware) else None
+        self._hints = order if isinstance(order, HintAware) else None
         self._held: set[ChunkKey] = set()
         if isinstance(order, Expiring) and not hasattr(type(self), "expired"):
             self.expired = order.expired
@@ -52,6 +54,22 @@ class Wrapper:
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         self._held.discard(key)
         self._order.on_remove(key, evicted=evicted)
+
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        """The inner order learns to take hints when the first one comes: until then nobody pays for it."""
+        if key not in self:
+            return
+        if self._hints is None:
+            self._follow(hint_aware(self._order))
+        assert self._hints is not None
+        self._hints.on_hint(key, turn)
+
+    def _follow(self, order: EvictionPolicy) -> None:
+        """Go on with an order around the inner one, which knows all that the inner one was told."""
+        self._order = order
+        self._pins = order if self._pins is not None and isinstance(order, PinAware) else None
+        self._commits = order if isinstance(order, CommitAware) else None
+        self._hints = order if isinstance(order, HintAware) else None
 
     def hold(self, key: ChunkKey) -> None:
         if key in self:

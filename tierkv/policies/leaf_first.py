@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tierkv.policies._leaves import Leaves, Tree
 from tierkv.policies._wrapper import Wrapper
 from tierkv.protocols import EvictionPolicy
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 
 class LeafFirst(Wrapper):
@@ -59,6 +59,15 @@ class LeafFirst(Wrapper):
         self._order.on_remove(key, evicted=evicted)
         if freed is not None:
             self._leaves.unpark(freed)
+
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        if key in self:
+            self._leaves.hint(key, turn)
+            super().on_hint(key, turn)
+
+    def _follow(self, order: EvictionPolicy) -> None:
+        super()._follow(order)
+        self._leaves.follow(order)
 
     def hold(self, key: ChunkKey) -> None:
         self._leaves.hold(key)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierkv.policies._leaf_order import LeafOrder
+from tierkv.policies._leaf_order import LAST, USUAL, LeafOrder
 from tierkv.protocols import Seat
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 
 class LRU(LeafOrder):
@@ -19,9 +19,16 @@ class LRU(LeafOrder):
     Chunks may arrive before their parents, and may learn of their parent in a later access: a scan finds names only.
     A chunk whose parent was deleted is a head until the parent is back.
 
+    A chunk hinted to leave first is older than every use, in the order of the hints; one to leave last is newer than
+    every use. A parent waits for its children whatever was said of it, and takes a use over from a child that leaves.
+
     Concurrency: one thread. Cost: amortised constant a chunk; a parent that becomes a leaf, or a chunk
     that was held, is O(log(n)) as a victim.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._n_first = 0
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         own, known = self._own, self._seats
@@ -57,6 +64,22 @@ class LRU(LeafOrder):
         """Recency is all there is here: the same as a use."""
         self.on_access(chunks)
 
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        """Held or not: a seat knows that by itself."""
+        seat = self._find(key)
+        if seat is None:
+            return
+        if turn is Turn.FIRST:
+            self._n_first += 1
+            self._move(seat, self._n_first)
+        elif turn is Turn.USUAL:
+            if seat.stamp >= LAST:
+                self._move(seat, seat.stamp - LAST)
+        elif seat.stamp < LAST:
+            # That a chunk was to be first has taken the place of its latest use; so this is its latest use.
+            self._stamp += seat.stamp < USUAL
+            self._move(seat, LAST + (self._stamp if seat.stamp < USUAL else seat.stamp))
+
     def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
         """Rank new chunks, and such as are here already, as the newest, the first of them above all."""
         base = self._stamp
@@ -71,7 +94,7 @@ class LRU(LeafOrder):
                 self._n_resident += 1
                 if absent:
                     seat.n_children = absent.pop(seat.key, 0)
-            elif seat.stamp <= base:
+            elif seat.stamp <= base or seat.stamp >= LAST:
                 self._leave_place(seat)
                 seat.stamp = stamp
             else:
@@ -104,5 +127,7 @@ class LRU(LeafOrder):
                     self._leave_place(seat)
                     leaves.append(seat)
                 seat.stamp = stamp
+            elif LAST <= seat.stamp <= LAST + base:
+                seat.stamp = LAST + stamp
             stamp -= 1
         self._queue(leaves)

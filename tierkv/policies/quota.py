@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
+from tierkv._turns import hint_aware
 from tierkv.errors import bad_setting
 from tierkv.policies._leaves import Leaves, Tree
 from tierkv.policies._wrapper import Wrapper, copy_of
-from tierkv.protocols import CommitAware, EvictionPolicy
+from tierkv.protocols import CommitAware, EvictionPolicy, HintAware
 from tierkv.sizes import parse_size
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 
 class Quota(Wrapper):
@@ -85,6 +86,17 @@ class Quota(Wrapper):
             self._orders[tenant].on_remove(key, evicted=evicted)
         self._unpark(freed)
         super().on_remove(key, evicted=evicted)
+
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        """Of a tenant's chunks those to be last leave last; yet all that is over its quota leaves before others'."""
+        if (leaves := self._leaves.get(self._tenant(key))) is not None:
+            tenant = self._chunks[key].tenant
+            own = self._orders[tenant] = hint_aware(self._orders[tenant])
+            leaves.follow(own)
+            leaves.hint(key, turn)
+            assert isinstance(own, HintAware)
+            own.on_hint(key, turn)
+        super().on_hint(key, turn)
 
     def hold(self, key: ChunkKey) -> None:
         if (leaves := self._leaves.get(self._tenant(key))) is not None:

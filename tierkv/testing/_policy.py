@@ -9,7 +9,7 @@ from typing import Final
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, HintAware, PinAware
 from tierkv.testing._clock import ManualClock
 from tierkv.testing._keys import Counted, counted
 from tierkv.testing._policy_machine import policy_machine
@@ -30,12 +30,14 @@ def check_policy(
     pure: bool = True,
     clock: ManualClock | None = None,
     ttl_s: float | None = None,
+    turns: bool = True,
     settings: hypothesis_settings | None = None,
 ) -> Report:
     """Try an order with everything that a level may do to it; raise ConformanceError where it breaks a rule.
 
     It must name every resident chunk that may leave exactly once and nothing else, leave out what is held if it is
-    :class:`~tierkv.protocols.PinAware`, do the same for the same calls whatever the hash seed, not change by being
+    :class:`~tierkv.protocols.PinAware`, put first and last what was hinted if it is
+    :class:`~tierkv.protocols.HintAware`, do the same for the same calls whatever the hash seed, not change by being
     asked, forget what was deleted, and not remember for ever what was evicted.
 
     Args:
@@ -46,12 +48,13 @@ def check_policy(
             before heads). It must still name the right chunks, and do the same for the same calls and questions.
         clock: the clock that ``factory`` hands to the order, if it has one; the check lets it run.
         ttl_s: for an order whose chunks expire at a fixed age: that age, in steps of 0.5 s.
+        turns: False for an order that has first victims of its own (a quota), whatever was hinted of them.
         settings: Hypothesis's; by default those of the active profile, without a deadline.
 
     Raises:
         ConformanceError: with the rule, and with Hypothesis's steps to get there as notes.
     """
-    machine = policy_machine(factory, leaves=leaves, forgets=forgets, pure=pure, clock=clock, ttl_s=ttl_s)
+    machine = policy_machine(factory, leaves=leaves, forgets=forgets, pure=pure, clock=clock, ttl_s=ttl_s, turns=turns)
     policy = factory()
     _check_memory(policy)
     with plainly():
@@ -66,6 +69,7 @@ def check_policy(
         "BatchEvicting": isinstance(policy, BatchEvicting),
         "CommitAware": isinstance(policy, CommitAware),
         "Expiring": isinstance(policy, Expiring),
+        "HintAware": isinstance(policy, HintAware),
     }
     for name, has in optional.items():
         (passed if has else skipped).append(name)

@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tierkv.protocols import EvictionPolicy
 from tierkv.testing._clock import ManualClock
 from tierkv.testing._keys import salted
+from tierkv.testing._policy_turns import Turned
 from tierkv.testing._policy_twins import Renamed, Twin, ancestors, with_ancestors
 from tierkv.testing._requests import CHUNKS, REQUESTS
 from tierkv.testing._rules import require
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 _KEYS: Final = sorted(CHUNKS)
 
@@ -33,6 +34,7 @@ class PolicyMachine(RuleBasedStateMachine):
     pure: ClassVar[bool] = True
     clock: ClassVar[ManualClock | None] = None
     ttl_s: ClassVar[float | None] = None
+    turns: ClassVar[bool] = True
 
     @initialize()
     def begin(self) -> None:
@@ -58,6 +60,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.held: set[ChunkKey] = set()
         self.born_s: dict[ChunkKey, float] = {}
         self.dead: set[ChunkKey] = set()
+        self.turned = Turned()
 
     # -- entering -----------------------------------------------------------------------------------------------
 
@@ -98,6 +101,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def enter(self, chunk: Chunk) -> None:
         self.resident[chunk.key] = chunk
+        self.turned.entered(chunk)
         self.born_s[chunk.key] = self.now_s
 
     def commit(self, key: ChunkKey) -> None:
@@ -127,6 +131,7 @@ class PolicyMachine(RuleBasedStateMachine):
         for twin in self.twins:
             twin.access(chunks)
         for chunk in chunks:
+            self.turned.used(chunk)
             if self.resident[chunk.key].parent is None:
                 self.resident[chunk.key] = chunk
 
@@ -147,6 +152,19 @@ class PolicyMachine(RuleBasedStateMachine):
         if key not in self.pending:
             for twin in self.twins:
                 twin.release(CHUNKS[key])
+
+    @precondition(lambda self: self.main.hints is not None and self.resident)
+    @rule(data=st.data(), turn=st.sampled_from(Turn))
+    def hint(self, data: st.DataObject, turn: Turn) -> None:
+        """A chunk is to leave first, or last, or in its turn again; a level lets go of what it holds for the moment."""
+        key = data.draw(st.sampled_from(sorted(self.resident)), label="key")
+        for twin in self.twins:
+            if key in self.busy:
+                twin.release(CHUNKS[key])
+            twin.hint(CHUNKS[key], turn)
+            if key in self.busy:
+                twin.hold(CHUNKS[key])
+        self.turned.hinted(key, turn)
 
     @precondition(lambda self: self.clock is not None)
     @rule(by_s=st.sampled_from([0.5, 1.0, 2.0, 4.0]))
@@ -215,6 +233,7 @@ class PolicyMachine(RuleBasedStateMachine):
                 twin.remove(CHUNKS[key], evicted=evicted)
         if not evicted:
             self.renamed.deleted(key)
+        self.turned.left(self.resident[key])
         del self.resident[key], self.born_s[key]
         self.pending.discard(key)
         self.held.discard(key)
@@ -250,6 +269,9 @@ class PolicyMachine(RuleBasedStateMachine):
             self.check_leaves(order)
         if self.main.expiring is not None:
             self.check_expiry(order)
+        if self.turns and self.main.hints is not None:
+            expired = {key for key in order if self.main.expired(self.resident[key])}
+            self.turned.check([key for key in order if key not in expired], self.resident)
 
     def ask(self, twin: Twin) -> tuple[list[ChunkKey], list[ChunkKey]]:
         """The first two victims, from a question that is not heard to its end, and all of them."""
@@ -315,10 +337,11 @@ def policy_machine(
     pure: bool = True,
     clock: ManualClock | None = None,
     ttl_s: float | None = None,
+    turns: bool = True,
 ) -> type[PolicyMachine]:
     """A Hypothesis state machine for an order; :func:`check_policy` has the arguments.
 
     ``TestMyOrder = policy_machine(MyOrder).TestCase`` is a test for pytest and unittest.
     """
-    more = {"leaves": leaves, "forgets": forgets, "pure": pure, "clock": clock, "ttl_s": ttl_s}
+    more = {"leaves": leaves, "forgets": forgets, "pure": pure, "clock": clock, "ttl_s": ttl_s, "turns": turns}
     return type("PolicyMachine", (PolicyMachine,), {"make": staticmethod(factory), **more})

@@ -6,10 +6,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import islice
 from typing import Final
 
-from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, PinAware
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, HintAware, PinAware
 from tierkv.testing._requests import LONERS
 from tierkv.testing._rules import require
-from tierkv.types import Chunk, ChunkKey
+from tierkv.types import Chunk, ChunkKey, Turn
 
 _MOST: Final = 1_000
 """More keys than any example has: an iteration that goes on for ever is cut here."""
@@ -25,6 +25,7 @@ class Twin:
         self.commits = policy if isinstance(policy, CommitAware) else None
         self.batches = policy if isinstance(policy, BatchEvicting) else None
         self.expiring = policy if isinstance(policy, Expiring) else None
+        self.hints = policy if isinstance(policy, HintAware) else None
         self._translate = translate or (lambda chunk: chunk)
         self._names: dict[bytes, ChunkKey] = {}
         """From the order's key to the test's, of every key it was told of."""
@@ -57,6 +58,10 @@ class Twin:
     def release(self, chunk: Chunk) -> None:
         if self.pins is not None:
             self.pins.release(self.key(chunk))
+
+    def hint(self, chunk: Chunk, turn: Turn) -> None:
+        if self.hints is not None:
+            self.hints.on_hint(self.key(chunk), turn)
 
     def expired(self, chunk: Chunk) -> bool:
         return self.expiring is not None and bool(self.expiring.expired(self.told(chunk)))
