@@ -109,13 +109,13 @@ def vllm(session: nox.Session) -> None:
         "VLLM_CPU_CI_ENV": "1",
         "VLLM_CACHE_ROOT": _cache_dir(f"vllm-{VLLM_VERSION}"),
     }
-    paths = [
-        "tests/vllm",
-        "tests/device",
-        "tests/cancel/test_device_cancellation.py",
-        "tests/bench/test_scheduler_cost.py",
-    ]
-    session.run("pytest", *(session.posargs or paths), env=env)
+    if session.posargs:
+        session.run("pytest", *session.posargs, env=env)
+        return
+    # Two at a time, by file: an engine takes a core and gigabytes, and what a file made is made once.
+    paths = ["tests/vllm", "tests/device", "tests/cancel/test_device_cancellation.py"]
+    session.run("pytest", *paths, "--numprocesses=2", "--dist=loadfile", env=env)
+    session.run("pytest", "tests/bench/test_scheduler_cost.py", env=env)  # alone: it measures
 
 
 @nox.session
