@@ -33,11 +33,12 @@ class Oracle:
             for i, r in enumerate(requests)
         ]
         self._recall, self._wrong = recall, wrong
-        self._random = random.Random(seed)
+        self._right_draws, self._wrong_draws = random.Random(seed), random.Random(f"wrong {seed}")
 
     def dead(self, i: int, blocks: list[Chunk]) -> list[Chunk]:
         """A request's tail that is never used again, or nothing; a wrong hint is about all of its blocks."""
-        right, wrong = self._random.random() < self._recall, self._random.random() < self._wrong
+        right = self._right_draws.random() < self._recall
+        wrong = self._wrong_draws.random() < self._wrong
         return blocks if wrong else blocks[self._n_alive[i] :] if right else []
 
 
