@@ -40,7 +40,7 @@ def _offered(*command: str) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
 
 
-@pytest.mark.parametrize("kind", ["fs"])
+@pytest.mark.parametrize("kind", ["fs", "device"])
 def test_every_option_of_bench_is_documented(kind: str) -> None:
     """The table of the command has the options that it takes, no more and no fewer."""
     assert _documented(f"## `tierkv bench {kind}", REFERENCE / "bench.md") == _offered("bench", kind)

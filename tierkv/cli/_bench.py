@@ -56,7 +56,7 @@ def fs_plan_from(arguments: argparse.Namespace) -> FSPlan:
         chunks_nbytes=parse_sizes("--chunks", given["chunks"]),
         threads=_counts("--threads", given["threads"]),
         size_nbytes=parse_size("--size", given["size"], low=PAGE_NBYTES),
-        n_rounds=parse_count("--rounds", _integer(given["rounds"]), 1, 1_000),
+        n_rounds=parse_count("--rounds", parse_integer(given["rounds"]), 1, 1_000),
         block_nbytes=None if arguments.block is None else parse_size("--block", arguments.block),
     )
     largest_nbytes = max(plan.chunks_nbytes)
@@ -133,7 +133,7 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
 
 
 def _counts(option: str, text: str) -> tuple[int, ...]:
-    return tuple(sorted({parse_count(option, _integer(part), 1, 256) for part in _parts(option, text)}))
+    return tuple(sorted({parse_count(option, parse_integer(part), 1, 256) for part in _parts(option, text)}))
 
 
 def _parts(option: str, text: str) -> list[str]:
@@ -143,7 +143,7 @@ def _parts(option: str, text: str) -> list[str]:
     return parts
 
 
-def _integer(text: str) -> object:
+def parse_integer(text: str) -> object:
     """The number that was typed, or the text itself, which then is refused by name."""
     with contextlib.suppress(ValueError):
         return int(text)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tierkv.cli._bench_device import DevicePlan
+from tierkv.cli._bench_device import Measured as DeviceMeasured
 from tierkv.cli._bench_plan import CHUNK_PART, THREADS_PART, Cell, Choice, FSPlan, Measured, Speeds
 from tierkv.sizes import format_size
 
@@ -105,6 +108,59 @@ class FSView(ProgressView):
                 f"{one.read_part:.2f}",
                 "-" if one.direct is None else _both(one.direct),
                 _both(one.buffered),
+            )
+        return table
+
+
+class DeviceView(ProgressView):
+    """Shows one run of ``tierkv bench device``."""
+
+    def __init__(self, plan: DevicePlan, *, quiet: bool) -> None:
+        super().__init__(3 * len(plan.chunks_nbytes), quiet=quiet)
+        self._results: list[DeviceMeasured] = []
+        self.console.print(
+            f"{plan.device}: {format_size(plan.size_nbytes)} a measurement, pages of {format_size(plan.page_nbytes)}, "
+            f"{plan.n_rounds} rounds; in GB/s of 10^9 bytes; x is the part of one plain copy in the same round"
+        )
+
+    def measured(self, result: DeviceMeasured) -> None:
+        self._results.append(result)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if self._results:
+            self.console.print(self._table())
+
+    def advice(self, measured: Sequence[DeviceMeasured], choice: DeviceMeasured, settings: Mapping[str, Any]) -> None:
+        """What follows from the table."""
+        kinds = list(dict.fromkeys(one.kind for one in measured))
+        self.console.print(f"Copied by {choice.path}; offered: {', '.join(kinds)}; used: {choice.kind}.")
+        chunk = format_size(choice.chunk_nbytes)
+        self.console.print(f"Chunks of {chunk} are the smallest with {CHUNK_PART:.0%} of the best speed both ways.")
+        if settings:
+            self.console.print("In vLLM's kv_connector_extra_config:")
+            self.console.print(json.dumps(settings, indent=4), markup=False)
+        else:
+            self.console.print(
+                f"blocks_per_chunk is {chunk} divided by the bytes of one KV block in all layers, rounded up; --block "
+                "tells them to this command."
+            )
+
+    def _table(self) -> Table:
+        table = Table(box=SIMPLE_HEAD)
+        for name in ("chunk", "host memory", "store", "x", "load", "x", "plain s/l"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in self._results:
+            table.add_row(
+                format_size(one.chunk_nbytes),
+                one.kind,
+                gb_per_s(one.chunks.store),
+                f"{one.store_part:.2f}",
+                gb_per_s(one.chunks.load),
+                f"{one.load_part:.2f}",
+                f"{gb_per_s(one.plain.store)}/{gb_per_s(one.plain.load)}",
             )
         return table
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tierkv.cli import _bench, _tune, _tune_plan
+from tierkv.cli import _bench, _bench_device, _tune, _tune_plan
 from tierkv.cli._demo import DESCRIPTION, add_arguments, run
 from tierkv.errors import ConfigError, TierKVError
 
@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else WRONG
     except ImportError as error:
-        print(f"{arguments.prog}: {error.name} is not installed; the extras cli and fs bring it", file=sys.stderr)
+        print(
+            f"{arguments.prog}: {error.name} is not installed; the extras cli, fs and torch bring it", file=sys.stderr
+        )
         return USAGE
     except KeyboardInterrupt:
         print(f"{arguments.prog}: interrupted", file=sys.stderr)
@@ -51,11 +53,16 @@ def _parser() -> Parser:
     )
     add_arguments(demo)
     demo.set_defaults(run=run, prog=demo.prog)
-    bench = commands.add_parser("bench", help="measure this machine's disk, and end in the values to set")
+    bench = commands.add_parser("bench", help="measure this machine's disk or device, and end in the values to set")
     kinds = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT", parser_class=Parser)
     fs = kinds.add_parser("fs", help="a directory, through the fs tier", description=_bench.FS_DESCRIPTION)
     _bench.add_fs_arguments(fs)
     fs.set_defaults(run=_bench.run_fs, prog=fs.prog)
+    device = kinds.add_parser(
+        "device", help="copies between a device and host memory", description=_bench_device.DESCRIPTION
+    )
+    _bench_device.add_arguments(device)
+    device.set_defaults(run=_bench_device.run, prog=device.prog)
     tune = commands.add_parser(
         "tune", help="replay a trace of requests: how big, which policy?", description=_tune.DESCRIPTION
     )
