@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from tests.cases.here import HAS_VLLM
+
 HERE = Path(__file__).parent
 WITH_VLLM = "test_vllm_"
-HAS_VLLM = all(importlib.util.find_spec(name) is not None for name in ("vllm", "torch"))
 
 if HAS_VLLM:
     importlib.import_module("tests.vllm.ready").import_vllm()
