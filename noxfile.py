@@ -114,6 +114,7 @@ def vllm(session: nox.Session) -> None:
         return
     # Two at a time, by file: an engine takes a core and gigabytes, and what a file made is made once.
     paths = ["tests/vllm", "tests/device", "tests/cancel/test_device_cancellation.py"]
+    paths += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "cases").glob("test_vllm_*.py"))
     session.run("pytest", *paths, "--numprocesses=2", "--dist=loadfile", env=env)
     session.run("pytest", "tests/bench/test_scheduler_cost.py", env=env)  # alone: it measures
 

@@ -173,7 +173,7 @@ async def test_a08_a_key_that_is_there_does_not_sink_its_batch() -> None:
         assert [outcome.ok for outcome in await store(cache, [5, 5, 5, 5])] == [True] * 2
         assert cache.statistics()["primary"].free_nbytes == 3 * STRIDE
 
-        port, real = cast("Any", cache._port), cache._port.store
+        port, real = cast("Any", cache._port), cache._port.store_chunks
         copying, go_on = asyncio.Event(), asyncio.Event()
 
         async def slowly(jobs: Any, *, fails: bool = False) -> Any:
@@ -187,10 +187,10 @@ async def test_a08_a_key_that_is_there_does_not_sink_its_batch() -> None:
             copying.clear()
             go_on.clear()
             key = 6 + fails
-            port.store = lambda jobs, fails=fails: slowly(jobs, fails=fails)
+            port.store_chunks = lambda jobs, fails=fails: slowly(jobs, fails=fails)
             first = asyncio.create_task(store(cache, [key] * 2))
             await copying.wait()
-            port.store = real
+            port.store_chunks = real
             second = asyncio.create_task(store(cache, [key] * 2 + [8 + fails] * 2))
             await asyncio.sleep(0)
             if not fails:

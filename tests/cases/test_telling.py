@@ -145,7 +145,7 @@ async def test_a33_a_reset_with_copies_under_way() -> None:
             await keep(cache, [1] * 4)
             await settle(cache)
             await forget_primary(cache)
-            real, copying, go_on = cache._port.store, asyncio.Event(), asyncio.Event()
+            real, copying, go_on = cache._port.store_chunks, asyncio.Event(), asyncio.Event()
 
             async def slowly(jobs: Any) -> Any:
                 copying.set()
@@ -157,10 +157,10 @@ async def test_a33_a_reset_with_copies_under_way() -> None:
             loading = start(fetch(cache, [1] * 4))
             await lower.asked.wait()
             await keep(cache, [2] * 4)  # its way down hangs
-            cache._port.store = slowly
+            cache._port.store_chunks = slowly
             storing = start(store(cache, [5] * 4))
             await copying.wait()
-            cache._port.store = real
+            cache._port.store_chunks = real
             for _ in range(2):
                 async with asyncio.timeout(5):
                     await cache.reset()
