@@ -113,8 +113,10 @@ def vllm(session: nox.Session) -> None:
         session.run("pytest", *session.posargs, env=env)
         return
     # Two at a time, by file: an engine takes a core and gigabytes, and what a file made is made once.
-    paths = ["tests/vllm", "tests/device", "tests/cancel/test_device_cancellation.py"]
-    paths += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "cases").glob("test_vllm_*.py"))
+    # What of tests/device and tests/cases needs neither torch nor vLLM runs in the session `tests`.
+    paths = ["tests/vllm", "tests/cancel/test_device_cancellation.py"]
+    for pattern in ("device/test_torch*.py", "cases/test_vllm_*.py"):
+        paths += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob(pattern))
     session.run("pytest", *paths, "--numprocesses=2", "--dist=loadfile", env=env)
     session.run("pytest", "tests/bench/test_scheduler_cost.py", env=env)  # alone: it measures
 

@@ -65,7 +65,7 @@ class EngineStats:
     path: str
     """How batches are copied: the runtime's choice at start."""
     slots: HostKind
-    """Pageable slots are copied from a thread of the engine, because that blocks; see :class:`HostKind`."""
+    """Pageable ones are copied from a thread of the engine, because that blocks."""
     n_jobs: dict[Direction, int]
     """Ended, well or not."""
     nbytes: dict[Direction, int]

@@ -1,6 +1,6 @@
 """The seam between one transfer engine and the accelerators: what a device must offer for copies to be right on it.
 
-Needs numpy and nothing else: no device's library is imported here. :mod:`tierkv.device.engine` is written against this
+Needs numpy and nothing else: no device's library is imported here. ``tierkv.device.engine`` is written against this
 page alone, so what it proves on a simulated device holds for every runtime that keeps these promises; the contract
 suite in ``tests/device`` says whether one does.
 """

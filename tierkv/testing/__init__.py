@@ -11,7 +11,9 @@ AssertionError, with the rule that was broken, or returns what it tried. tierkv'
 chunkers are tested by the same calls.
 
 Beside them: a clock that a test owns (:class:`ManualClock`), a point that coroutines pass when a test says so
-(:class:`Gate`), a tier that misbehaves on order (:class:`FaultTier`), and leak checks.
+(:class:`Gate`), a tier that misbehaves on order (:class:`FaultTier`), leak checks, and an accelerator whose streams
+really run late (:class:`SimDevice`, and with tierkv's device tier :class:`SimRuntime`);
+:mod:`tierkv.testing.simdevice` has the rest of it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from tierkv.testing._leaks import no_leaked_tasks, no_leaks
 from tierkv.testing._policy import check_policy
 from tierkv.testing._policy_machine import PolicyMachine, policy_machine
 from tierkv.testing._rules import ConformanceError, Report
+from tierkv.testing._sim_device import DeadlockError, SimDevice, SimSchedule
+from tierkv.testing._sim_races import RaceError
+from tierkv.testing._sim_runtime import SimRuntime
 from tierkv.testing._tier import check_tier
 from tierkv.testing._tier_bench import RawDoor
 from tierkv.testing._tier_machine import TierMachine, tier_machine
@@ -33,14 +38,19 @@ from tierkv.testing._tier_machine import TierMachine, tier_machine
 __all__ = (
     "ORDINARY",
     "ConformanceError",
+    "DeadlockError",
     "Does",
     "Fault",
     "FaultTier",
     "Gate",
     "ManualClock",
     "PolicyMachine",
+    "RaceError",
     "RawDoor",
     "Report",
+    "SimDevice",
+    "SimRuntime",
+    "SimSchedule",
     "TierMachine",
     "blocking_calls",
     "check_admission",

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from tierkv.testing._rules import ConformanceError
 from tierkv.testing._sim_races import Clock, RaceCheck, Range, merge
@@ -62,7 +62,7 @@ _S = TypeVar("_S", bound="SimStream")
 
 
 class SimStream:
-    """A queue of tasks. Make it with :meth:`SimDevice.new_stream`."""
+    """A queue of tasks. Make it with :meth:`~tierkv.testing.SimDevice.new_stream`."""
 
     def __init__(self, device: SimDevice, number: int, name: str) -> None:
         self.device = device
@@ -91,7 +91,7 @@ class SimStream:
 
 
 class SimEvent:
-    """A point in a stream. Make it with :meth:`SimDevice.new_event`."""
+    """A point in a stream. Make it with :meth:`~tierkv.testing.SimDevice.new_event`."""
 
     def __init__(self, device: SimDevice) -> None:
         self.device = device
@@ -133,7 +133,7 @@ class SimBuffer:
     """Bytes of the device, or of the host; both are ordinary memory."""
 
     nbytes: int
-    array: ctypes.Array[ctypes.c_ubyte] = field(repr=False)
+    array: Any = field(repr=False)
     skip: int = 0
 
     @property
@@ -142,7 +142,7 @@ class SimBuffer:
 
     @property
     def view(self) -> memoryview:
-        """Writable. Whoever uses it tells the device, see :meth:`SimDevice.host_access`."""
+        """Writable. Whoever uses it tells the device, see :meth:`~tierkv.testing.SimDevice.host_access`."""
         return memoryview(self.array).cast("B")[self.skip : self.skip + self.nbytes]
 
 
@@ -186,6 +186,7 @@ class SimDevice:
         self._rng = random.Random(seed)  # noqa: S311 - a schedule is no secret
         self._in_use = threading.local()
         self._streams: list[SimStream] = []
+        self._buffers: list[SimBuffer] = []
         self.compute = self.new_stream("compute")
 
     # -- what a program calls -----------------------------------------------------------------------------------
@@ -220,10 +221,11 @@ class SimDevice:
             self._in_use.stream = before
 
     def alloc(self, nbytes: int, *, fill: int = 0xEE, align: int = 4096) -> SimBuffer:
-        """Memory full of ``fill``, at a multiple of ``align``."""
+        """Memory full of ``fill``, at a multiple of ``align``; it lives as long as the device."""
         array = (ctypes.c_ubyte * (nbytes + align))()
         buffer = SimBuffer(nbytes, array, -ctypes.addressof(array) % align)
         ctypes.memset(buffer.address, fill, nbytes)
+        self._buffers.append(buffer)  # or its address could be another's while a queued copy still writes there
         return buffer
 
     def launch(

@@ -95,7 +95,7 @@ class SimRuntime:
         buffer = self.device.alloc(nbytes, fill=0)
         return Memory(buffer.address, nbytes, buffer, HostKind.PINNED)
 
-    def pin(self, memory: Memory, /) -> _Pin | None:  # noqa: ARG002 - simulated memory is locked by being counted
+    def pin(self, memory: Memory, /) -> Any:  # noqa: ARG002 - simulated memory is locked by being counted
         if self.count("pin") or not self._pins:
             return None
         self.n_pinned += 1
