@@ -2,8 +2,8 @@
 
 :class:`~tierkv.testing.SimDevice` is the machine, in the standard library alone: streams, events, kernels and copies
 that a seeded scheduler runs step by step. :class:`~tierkv.testing.SimRuntime` makes it a device of tierkv's engine
-(that needs numpy), with faults on order. Run your own engine, or ours with your own scheduler, over some seeds: a missing
-wait raises :class:`~tierkv.testing.RaceError` whatever the schedule did, and the same seed replays it.
+(that needs numpy), with faults on order. Run your own engine, or ours with your own scheduler, over some seeds: a
+missing wait raises :class:`~tierkv.testing.RaceError` whatever the schedule did, and the same seed replays it.
 """
 
 from tierkv.testing._sim_device import (
