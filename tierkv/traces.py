@@ -1,4 +1,6 @@
-"""Request traces: which blocks each prompt had, and when; never a token. What vLLM writes with ``record_trace``.
+"""Request traces: which blocks each prompt had, and when; never a token.
+
+:class:`tierkv.recorder.TraceRecorder` writes them, and ``tierkv tune`` reads them.
 
 One JSON object a line, as Mooncake publishes its traces::
 
@@ -34,6 +36,11 @@ MAX_LINE_NBYTES: Final = 64 << 20
 """A line of a million blocks has 20 MB."""
 _MOST: Final = 2**48
 """Of any number in a trace; far above what means anything, far below what arithmetic minds."""
+
+
+def request_line(timestamp: int, n_tokens: int, ids: Sequence[int]) -> bytes:
+    """One request as a line of JSON."""
+    return json.dumps({"timestamp": timestamp, "input_length": n_tokens, "hash_ids": ids}).encode() + b"\n"
 
 
 class Header(NamedTuple):
@@ -210,14 +217,6 @@ def _brief(value: object) -> str:
 def _shown(line: bytes) -> str:
     text = repr(line[:40].decode(errors="replace").strip())
     return text + "..." * (len(line) > 40)
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def request_line(timestamp: int, n_tokens: int, ids: Sequence[int]) -> bytes:
-    """One request as a line of JSON."""
-    return json.dumps({"timestamp": timestamp, "input_length": n_tokens, "hash_ids": list(ids)}).encode() + b"\n"
 
 
 def check_tokens_per_block(option: str, value: object) -> int:

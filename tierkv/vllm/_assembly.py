@@ -24,6 +24,7 @@ from tierkv.vllm._books import EpochHierarchy
 from tierkv.vllm._loop import MoverLoop
 from tierkv.vllm._meeting import PageDoor, join_pool
 from tierkv.vllm._metrics import Metrics
+from tierkv.vllm._recording import make_recording
 from tierkv.vllm._requests import Group
 from tierkv.vllm.manager import TierKVManager
 from tierkv.vllm.options import Options, TierOptions
@@ -57,14 +58,16 @@ def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
         "shared" if spec.shared else "private",
         ", ".join(level.name for level in levels) or "nothing",
     )
+    groups = groups_of(spec)
     return TierKVManager(
         hierarchy,
-        groups_of(spec),
+        groups,
         PageDoor(spec),
         below=Below(levels, _mover_loop(spec, len(plans))) if levels else None,
         store_reserve=spec.store_reserve,
         lookup_deadline_s=options.lookup_deadline_s,
         metrics=Metrics(store_threshold=options.store_threshold),
+        recording=make_recording(spec, groups),
         clock=clock,
     )
 

@@ -27,7 +27,7 @@ class Reader:
     def name(self, key: str) -> str:
         return key if self.where == TOP else f"{self.where}.{key}"
 
-    def size(self, key: str, *, required: bool = False, zero: bool = False) -> Any:
+    def size(self, key: str, *, required: bool = False, zero: bool = False, low: int = 1) -> Any:
         value = self.raw.get(key)
         if isinstance(value, float) and (value.is_integer() or (key == "cpu_bytes_to_use" and 2**20 < value < 2**63)):
             value = int(value)  # vLLM's own kv_offloading_size arrives as GiB times 2**30, whole or not
@@ -35,7 +35,7 @@ class Reader:
             if required:
                 raise bad_setting(self.name(key), None, 'given, as a number of bytes or a size like "8GiB"', "8GiB")
             return None
-        return parse_size(self.name(key), value, low=0 if zero else 1)
+        return parse_size(self.name(key), value, low=0 if zero else low)
 
     def count(self, key: str, *, at_least: int, at_most: int = 2**31 - 1) -> int | None:
         value = self.raw.get(key)
@@ -87,6 +87,14 @@ class Reader:
             raise bad_setting(self.name(key), value, "given: the directory that holds the chunks", "/var/lib/tierkv")
         if not isinstance(value, str) or "\0" in value:
             raise bad_setting(self.name(key), value, "a directory's path", "/var/lib/tierkv")
+        return os.path.expanduser(value)
+
+    def file(self, key: str) -> str | None:
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value or "\0" in value or os.path.isdir(os.path.expanduser(value)):
+            raise bad_setting(self.name(key), value, "the path of a file", "/var/log/tierkv-requests.jsonl")
         return os.path.expanduser(value)
 
     def reserve(self, key: str) -> int | float | None:

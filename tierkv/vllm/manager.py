@@ -32,6 +32,7 @@ from tierkv.vllm._events import as_vllm_events
 from tierkv.vllm._jobs import Jobs
 from tierkv.vllm._lookups import Lookups
 from tierkv.vllm._metrics import Metrics
+from tierkv.vllm._recording import Recording
 from tierkv.vllm._requests import ChunkMaker, Group, Hole, Leases, Request
 from tierkv.vllm._spec_types import SlotSpec
 
@@ -51,6 +52,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         store_reserve: primary slots that promotions leave to stores.
         lookup_deadline_s: how long one request may be deferred in all.
         metrics: what is reported to vLLM.
+        recording: what is told of the requests; None records none.
         clock: seconds, monotonic.
 
     Concurrency: the scheduler's thread alone.
@@ -66,6 +68,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         store_reserve: int = 1,
         lookup_deadline_s: float = 5.0,
         metrics: Metrics | None = None,
+        recording: Recording | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         OffloadingManager.__init__(self)  # from 0.33 on it makes the lock that vLLM holds while it schedules
@@ -84,6 +87,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         self._jobs = Jobs(hierarchy, groups[0].group_id if len(groups) == 1 else None)
         self._sliding = frozenset(group.group_id for group in groups if group.sliding)
         self._many_groups = len(groups) > 1
+        self._recording = recording
         self._n_dropped = 0
         self._next_warning = 0.0
         self._keep_open()
@@ -233,15 +237,19 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
 
     # -- requests and steps ---------------------------------------------------------------------------------------
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:  # noqa: ARG002
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Nothing is kept until the request asks for something."""
         self._keep_open()
         self._drain()
+        if self._recording is not None:
+            self._recording.arrived(req_context)
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """The step's leases are taken, ends are drained, reads and writes are handed over."""
         self._end_step()
+        if self._recording is not None:
+            self._recording.scheduled(context.new_req_ids)
         if self._below is not None:
             self._drain()
         if self._jobs.abandoned:
@@ -273,6 +281,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Its lease ends; open loads and stores keep their own pins until they have ended."""
         self._leases.end(self._request(req_context))
         self._latest = None
+        if self._recording is not None:
+            self._recording.finished(req_context)
 
     def has_pending_work(self) -> bool:
         """Only while a quarantine lasts: stamps come with steps. Everything else waits for the next hook."""
@@ -303,6 +313,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Stop the Mover's thread and leave the pool. May never be called: nothing depends on it."""
         if self._below is not None:
             self._below.close(self.hierarchy)
+        if self._recording is not None:
+            self._recording.close()
         page = self._page()
         if page is not None:
             page.close()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierkv.errors import ConfigError, bad_setting, unknown_setting
+from tierkv.recorder import DEFAULT_LIMIT_NBYTES, LEAST_LIMIT_NBYTES
 from tierkv.tiers.parse import third_party_names
 from tierkv.vllm._settings import TOP, Reader, nearest_name
 
@@ -35,7 +36,8 @@ _TOP_KEYS = frozenset({
     "cache_policy_module_path", "store_threshold", "max_tracker_size", "offload_prompt_only", "canonical_layout",
     "self_describing_kv_events", "backpressure", "secondary_tiers", "num_cpu_blocks",
     # ours
-    "admission", "lookup_deadline_s", "pool", "store_reserve", "transfer_deadline_s", "ttl_s",
+    "admission", "lookup_deadline_s", "pool", "record_trace", "record_trace_bytes", "store_reserve",
+    "transfer_deadline_s", "ttl_s",
 })  # fmt: skip
 _IGNORED_KEYS = frozenset({"sync_load_budget_bytes", "tier_poll_interval_s"})
 """Keys of vLLM 0.33 that its connector reads, or that only its own spec needs: no warning."""
@@ -101,6 +103,9 @@ class Options:
     """Bytes, or a fraction of the primary below 1; None is the larger of one chunk and 12.5 %."""
     lookup_deadline_s: float = 5.0
     transfer_deadline_s: float = 30.0
+    record_trace: str | None = None
+    """File to which the requests are recorded; see :class:`~tierkv.recorder.TraceRecorder`."""
+    record_trace_nbytes: int = DEFAULT_LIMIT_NBYTES
     tiers: tuple[TierOptions, ...] = ()
     warnings: tuple[str, ...] = ()
     """Sentences for whoever has a logger: keys that nobody reads."""
@@ -143,6 +148,8 @@ def parse_options(extra_config: Mapping[str, Any], *, tiered: bool = True) -> Op
         store_reserve=get.reserve("store_reserve"),
         lookup_deadline_s=_or(get.seconds("lookup_deadline_s"), 5.0),
         transfer_deadline_s=_or(get.seconds("transfer_deadline_s"), 30.0),
+        record_trace=get.file("record_trace"),
+        record_trace_nbytes=get.size("record_trace_bytes", low=LEAST_LIMIT_NBYTES) or DEFAULT_LIMIT_NBYTES,
         tiers=tiers,
         warnings=tuple(warnings),
     )
