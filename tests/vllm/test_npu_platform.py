@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from tests.vllm import ascend
 from tests.vllm.manager_kit import offloading_config
 from tests.vllm.scheduler_rig import BLOCK, TOKEN_NBYTES, ManualRuntime, Rig
+from tierkv.device import tier
 from tierkv.errors import ConfigError, TierError
 from tierkv.vllm import plugin, spec, worker
 from tierkv.vllm._split_caches import split_caches
@@ -210,7 +211,7 @@ class SplitRig(Rig):
         self.v = torch.zeros((n_blocks, BLOCK, 1, TOKEN_NBYTES - self.CUT), dtype=torch.int8)
         with (
             set_current_vllm_config(self.config),
-            mock.patch.object(worker, "open_runtime", ManualRuntime),
+            mock.patch.object(tier, "open_runtime", side_effect=lambda _device: ManualRuntime()),
             mock.patch.object(worker, "identity_digest", return_value=bytes(32)),
         ):
             self.worker = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.cache_config)
