@@ -152,3 +152,24 @@ def test_a_device_that_is_not_there(device):
         pytest.skip("there is a CUDA device")
     with pytest.raises(TierError, match=device):
         open_runtime(device)
+
+
+@pytest.mark.parametrize(("off", "asked"), [(0, [1 << 20]), (64, [1 << 20, (1 << 20) + 4096])])
+def test_pinned_memory_is_asked_for_exactly(monkeypatch, off, asked):
+    """Torch rounds pinned memory up to a power of two: a page more is asked for only where it is not aligned.
+
+    https://github.com/vllm-project/vllm/issues/50094
+    """
+    zeros, seen = torch.zeros, []
+
+    def pinned(nbytes, *, dtype, pin_memory):
+        assert pin_memory
+        seen.append(nbytes)
+        whole = zeros(nbytes + 8192, dtype=dtype)
+        return whole[-whole.data_ptr() % 4096 + off :][:nbytes]
+
+    monkeypatch.setattr(torch, "zeros", pinned)
+    got = TorchRuntime.alloc_host(object.__new__(TorchRuntime), 1 << 20)
+    assert seen == asked
+    assert (got.address % 4096, got.nbytes, got.kind) == (0, 1 << 20, HostKind.PINNED)
+    assert got.owner.numel() == 1 << 20

@@ -19,14 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector as VllmConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from tests.vllm import ascend
-from tests.vllm.manager_kit import offloading_config
+from tests.vllm.manager_kit import PAGE_NBYTES, offloading_config
 from tests.vllm.scheduler_rig import BLOCK, TOKEN_NBYTES, ManualRuntime, Rig
-from tierkv.device import tier
+from tierkv.device import HostKind, tier
+from tierkv.device.cpu import CpuRuntime
 from tierkv.errors import ConfigError, TierError
-from tierkv.vllm import plugin, spec, worker
+from tierkv.vllm import _meeting, plugin, spec, worker
 from tierkv.vllm._split_caches import split_caches
 from tierkv.vllm.connector import OffloadingConnector
 from tierkv.vllm.options import parse_options
@@ -194,6 +196,83 @@ def test_without_any_size_the_new_name_is_asked_for():
 def test_host_memory_alone_is_private_and_tiers_share(cls, extra, shared):
     """``CPUOffloadingSpec`` has a pool for each worker, ``TieringOffloadingSpec`` one for all, unless ``pool`` says."""
     assert cls(offloading_config({**CPU, **extra})).shared is shared
+
+
+class Accelerator(CpuRuntime):
+    """Host memory that claims to be a device which blocks on pageable memory; what it offers is the test's."""
+
+    offers: tuple[HostKind, ...] = ()
+    blocks_on_pageable = True
+
+    def alloc_host(self, nbytes: int, /) -> Any:
+        if HostKind.PINNED not in self.offers:
+            raise TierError("device", "planted: none left")
+        return super().alloc_host(nbytes)
+
+    def pin(self, memory: Any, /) -> Any:
+        return mock.Mock() if HostKind.REGISTERED in self.offers else None
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> type[Accelerator]:
+    for module in (_meeting, tier):
+        monkeypatch.setattr(module, "open_runtime", lambda _device: Accelerator())
+    monkeypatch.setattr(Accelerator, "offers", ())
+    return Accelerator
+
+
+def _worker_of(cls: type[Any], extra: dict[str, Any]) -> Any:
+    config = offloading_config({**CPU, **extra})
+    tensor = torch.zeros((8, PAGE_NBYTES), dtype=torch.int8)
+    return cls(config).get_worker(
+        CanonicalKVCaches([CanonicalKVCacheTensor(tensor, PAGE_NBYTES)], [[CanonicalKVCacheRef(0, PAGE_NBYTES)]])
+    )
+
+
+@pytest.mark.parametrize(
+    ("cls", "offers", "kind"),
+    [
+        (CPUOffloadingSpec, (HostKind.PINNED, HostKind.REGISTERED), HostKind.PINNED),
+        (CPUOffloadingSpec, (HostKind.REGISTERED,), HostKind.REGISTERED),
+        (CPUOffloadingSpec, (), HostKind.PAGEABLE),
+        (TieringOffloadingSpec, (HostKind.PINNED, HostKind.REGISTERED), HostKind.REGISTERED),
+        (TieringOffloadingSpec, (HostKind.PINNED,), HostKind.PAGEABLE),
+    ],
+)
+def test_a_private_pool_is_pinned_where_that_is_offered_and_a_shared_one_cannot_be(
+    accelerator, cls, offers, kind, logged
+):
+    """Else ordinary memory, page-locked if that works; what could not be had is one warning, and nothing fails."""
+    accelerator.offers = offers
+    worker = _worker_of(cls, {})
+    try:
+        assert worker._tier.stats().slots is kind
+        refused = cls is CPUOffloadingSpec and HostKind.PINNED not in offers
+        assert sum("No pinned host memory" in line for line in logged) == refused
+    finally:
+        worker.shutdown()
+
+
+def test_host_memory_needs_no_pinning(logged):
+    """Where the KV cache lies in host memory itself the pool is ordinary, and nobody is warned."""
+    worker = _worker_of(CPUOffloadingSpec, {})
+    try:
+        assert worker._tier.stats().slots is HostKind.PAGEABLE
+        assert not logged
+    finally:
+        worker.shutdown()
+
+
+def test_a_pinned_pool_that_does_not_fit_is_refused_with_the_numbers(accelerator, monkeypatch):
+    """The machine's and the cgroup's limits count for it, too, before any of it is allocated."""
+    accelerator.offers = (HostKind.PINNED,)
+
+    def little(option: str, wanted_nbytes: int, unit_nbytes: int) -> None:
+        raise ConfigError(f"{option} is {wanted_nbytes}, but must be less")
+
+    monkeypatch.setattr(_meeting, "check_memory", little)
+    with pytest.raises(ConfigError, match=f"cpu_bytes_to_use is {CPU['cpu_bytes_to_use']}"):
+        _worker_of(CPUOffloadingSpec, {})
 
 
 # -- K and V apart ----------------------------------------------------------------------------------------------------

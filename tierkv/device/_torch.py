@@ -122,7 +122,10 @@ class TorchRuntime:
 
     def alloc_host(self, nbytes: int, /) -> Memory:
         try:
-            whole = torch.zeros(nbytes + _ALIGN_NBYTES, dtype=torch.int8, pin_memory=True)
+            # Exactly that much first: torch rounds up to a power of two, and a page on top of 1 GiB would take 2 GiB.
+            whole = torch.zeros(nbytes, dtype=torch.int8, pin_memory=True)
+            if whole.data_ptr() % _ALIGN_NBYTES:
+                whole = torch.zeros(nbytes + _ALIGN_NBYTES, dtype=torch.int8, pin_memory=True)
         except RuntimeError as error:
             raise TierError("device", f"{nbytes} bytes of pinned memory are not to be had: {error}") from error
         skip = -whole.data_ptr() % _ALIGN_NBYTES

@@ -9,7 +9,9 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 
-from tierkv.errors import ConfigError
+from tierkv.device import HostSlots, open_runtime
+from tierkv.errors import ConfigError, TierError
+from tierkv.tiers._memory_limits import check_memory
 from tierkv.tiers._pool import PrivatePool, SharedPool
 from tierkv.tiers._rendezvous import NotServedError, Role
 from tierkv.vllm._control import ControlPage
@@ -29,7 +31,7 @@ def start_worker(spec: Any, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         NotServedError: rank 0 did not come, or runs where it cannot be reached (another host or network namespace).
     """
     rank, n_ranks = spec.config.parallel.rank, spec.config.parallel.world_size
-    pool = _workers_pool(spec, rank)
+    pool = _workers_pool(spec, rank, kv_caches)
     page = None
     try:
         page = _workers_page(spec, rank, n_ranks, pool.generation if isinstance(pool, SharedPool) else 0)
@@ -46,15 +48,32 @@ def start_worker(spec: Any, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         raise
 
 
-def _workers_pool(spec: Any, rank: int) -> PrivatePool | SharedPool:
+def _workers_pool(spec: Any, rank: int, kv_caches: CanonicalKVCaches) -> PrivatePool | SharedPool | HostSlots:
     n_slots, stride_nbytes = spec.n_slots, spec.geometry.stride_nbytes
     if not spec.shared:
-        return PrivatePool(n_slots, stride_nbytes)
+        return _pinned_slots(n_slots, stride_nbytes, kv_caches) or PrivatePool(
+            n_slots, stride_nbytes, option="cpu_bytes_to_use"
+        )
     if rank == 0:
         return SharedPool.create(spec.config.engine_id, n_slots, stride_nbytes)
     return SharedPool.join(
         spec.config.engine_id, role=Role.WORKER, rank=rank, n_slots=n_slots, stride_nbytes=stride_nbytes
     )
+
+
+def _pinned_slots(n_slots: int, stride_nbytes: int, kv_caches: CanonicalKVCaches) -> HostSlots | None:
+    """Slots in the device's own host memory, which copies fastest; None where the device has none or needs none."""
+    runtime = open_runtime(kv_caches.tensors[0].tensor.device)
+    try:
+        if not runtime.blocks_on_pageable:
+            return None
+        check_memory("cpu_bytes_to_use", n_slots * stride_nbytes, stride_nbytes)
+        return HostSlots.allocate(runtime, n_slots, stride_nbytes)
+    except TierError as error:
+        logger.warning("No pinned host memory for %d slots, ordinary memory is taken: %s", n_slots, error)
+        return None
+    finally:
+        runtime.close()
 
 
 def _workers_page(spec: Any, rank: int, n_ranks: int, generation: int) -> ControlPage:
