@@ -41,7 +41,7 @@ def _npu_rig(pace: str) -> RigFactory:
     def make(seed: int = 0) -> Rig:
         if fake is not None:
             fake.set(**PACES[pace], seed=seed)
-        return TorchRig(torch, NpuRuntime(), fake)
+        return TorchRig(torch, NpuRuntime("npu"), fake)
 
     return make
 
@@ -55,7 +55,7 @@ def _cuda_rig() -> RigFactory:
         pytest.skip("no CUDA device")
     from tierkv.device.cuda import CudaRuntime
 
-    return lambda seed=0: TorchRig(torch, CudaRuntime())
+    return lambda seed=0: TorchRig(torch, CudaRuntime("cuda"))
 
 
 @pytest.fixture(

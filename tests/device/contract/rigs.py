@@ -57,8 +57,11 @@ class Rig(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def fail(self, what: str, nth: int = 1) -> bool:
-        """Let the nth next ``submit``, ``run``, ``query``, ``pin`` or ``plain`` copy fail; False if this rig cannot."""
+    def fail(self, what: str, kind: HostKind) -> bool:
+        """Let the next copy of slots of this kind fail, when it is submitted or when it runs (``submit``, ``run``).
+
+        Or the next ``query`` of an event, or the next ``plain`` copy. False if this rig cannot.
+        """
         ...
 
     def close(self) -> None: ...
@@ -149,11 +152,11 @@ class SimRig:
     def synchronize(self) -> None:
         self.sim.synchronize()
 
-    def fail(self, what: str, nth: int = 1) -> bool:
-        call = {"submit": "copy_batch", "query": "query", "plain": "copy_plain", "pin": "pin"}.get(what)
+    def fail(self, what: str, kind: HostKind) -> bool:
+        call = {"submit": "copy_batch", "query": "query", "plain": "copy_plain"}.get(what)
         if call is None:
             return False
-        self.runtime.fail(call, self.runtime.n_calls[call] + nth)
+        self.runtime.fail(call, self.runtime.n_calls[call] + 1)
         return True
 
     def close(self) -> None:
@@ -200,7 +203,7 @@ class CpuRig:
 
     def synchronize(self) -> None: ...
 
-    def fail(self, what: str, nth: int = 1) -> bool:
+    def fail(self, what: str, kind: HostKind) -> bool:
         return False
 
     def close(self) -> None: ...
@@ -246,6 +249,7 @@ class TorchRig:
     @contextlib.contextmanager
     def late(self) -> Iterator[None]:
         if self.standin is not None:
+            self.standin.settle()  # what was queued before is not late
             with self.standin.held(self.torch.accelerator.current_stream().native_handle):
                 yield
             return
@@ -261,18 +265,22 @@ class TorchRig:
         self.torch.accelerator.synchronize()
         self._kept.clear()
 
-    def fail(self, what: str, nth: int = 1) -> bool:
+    def fail(self, what: str, kind: HostKind) -> bool:
         if self.standin is None:
             return False
         knob = {"submit": "fail_submit", "run": "fail_run", "query": "fail_query"}.get(what)
         if knob is None:
             return False
-        self.standin.set(**{knob: nth})
+        if what == "submit" or kind is HostKind.PAGEABLE:  # such a copy runs while it is submitted
+            # In torch_npu's own queue a refused submission is the end of the device: test_lost.py.
+            self.torch.npu.set_task_queue_enable(0)
+        self.standin.set(**{knob: 1})
         return True
 
     def close(self) -> None:
         if self.standin is not None:
-            self.standin.set(fail_submit=0, fail_run=0, fail_query=0, register_limit=-1)
+            self.standin.set(fail_submit=0, fail_run=0, fail_query=0, faults_stay=0, register_limit=-1)
+            self.torch.npu.set_task_queue_enable(1)
         self.synchronize()
 
     def _pinned(self, nbytes: int) -> Any:

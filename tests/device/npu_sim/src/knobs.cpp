@@ -29,6 +29,7 @@ Knobs& knobs() {
         k->fail_submit = number("NPU_SIM_FAIL_SUBMIT", 0);
         k->fail_run = number("NPU_SIM_FAIL_RUN", 0);
         k->fail_query = number("NPU_SIM_FAIL_QUERY", 0);
+        k->faults_stay = number("NPU_SIM_FAULTS_STAY", 0);
         k->cann = text("NPU_SIM_CANN", "");
         k->driver = text("NPU_SIM_DRIVER", "");
         k->soc = text("NPU_SIM_SOC", "Ascend910B2");
@@ -42,7 +43,7 @@ bool Knobs::set(const char* name, long value) {
     const std::map<std::string, std::atomic<long>*> by_name{
         {"delay_us", &delay_us},       {"slow", &slow},         {"seed", &seed},
         {"register_limit", &register_limit}, {"fail_submit", &fail_submit}, {"fail_run", &fail_run},
-        {"fail_query", &fail_query},
+        {"fail_query", &fail_query},   {"faults_stay", &faults_stay},
     };
     const auto found = by_name.find(name);
     if (found == by_name.end()) return false;

@@ -23,6 +23,11 @@ struct Knobs {
     // The nth query of an event from now on fails; 0: none. NPU_SIM_FAIL_QUERY.
     std::atomic<long> fail_query;
 
+    // After a failure a stream copies nothing more, and each event tells of it, until the host has synchronized with the
+    // stream; else the first to look is told and the stream goes on. CANN has both, by aclrtSetStreamFailureMode.
+    // NPU_SIM_FAULTS_STAY.
+    std::atomic<long> faults_stay;
+
     // Of the simulated machine, fixed for the process because torch_npu asks once.
     std::string cann;    // NPU_SIM_CANN, such as 8.5.0; empty: the version cannot be told
     std::string driver;  // NPU_SIM_DRIVER, such as 25.5.0

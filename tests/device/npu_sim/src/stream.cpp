@@ -127,9 +127,8 @@ void Stream::run() {
     }
 }
 
-// After a failure a stream copies nothing more until the failure has been told, as with CANN's stop-on-failure mode.
 void Stream::execute(Copy& copy, Lock& lock) {
-    if (error_ != ACL_SUCCESS) return;
+    if (error_ != ACL_SUCCESS && knobs().faults_stay) return;
     if (copy.fails) return fault(ACL_ERROR_RT_SYS_DMA);
     // Nobody promises an order within a batch, nor that one of its copies ends before the next begins.
     std::shuffle(copy.items.begin(), copy.items.end(), random_);
@@ -147,7 +146,7 @@ void Stream::execute(Record& record, Lock&) {
     if (record.generation <= event.done) return;
     event.done = record.generation;
     event.done_ms = now_ms();
-    event.error = error_;
+    event.error = knobs().faults_stay ? error_ : std::exchange(error_, ACL_SUCCESS);
     event.done_changed.notify_all();
 }
 
