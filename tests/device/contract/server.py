@@ -35,9 +35,7 @@ class Shape:
     def layout(self) -> DeviceLayout:
         refs = [[PageRef(tensor, self.pages[tensor][1]) for tensor in group] for group in self.groups]
         padded = [padded for padded, _ in self.pages]
-        return DeviceLayout.direct(
-            padded, refs, blocks_per_chunk=self.blocks_per_chunk, stop_nbytes=self.stride_nbytes
-        )
+        return DeviceLayout.direct(padded, refs, blocks_per_chunk=self.blocks_per_chunk, stop_nbytes=self.stride_nbytes)
 
 
 class Place(NamedTuple):

@@ -61,7 +61,9 @@ def _store(server: Server, rng: random.Random) -> Flying | None:
     shape, free = server.shape, server.free_blocks()
     slots = rng.sample(server.free_slots(), min(len(server.free_slots()), rng.randint(1, 3)))
     first = rng.randrange(2 * shape.blocks_per_chunk)
-    end = (first // shape.blocks_per_chunk + len(slots)) * shape.blocks_per_chunk - rng.randrange(shape.blocks_per_chunk)
+    end = (first // shape.blocks_per_chunk + len(slots)) * shape.blocks_per_chunk - rng.randrange(
+        shape.blocks_per_chunk
+    )
     if not slots or end <= first or end - first > len(free):
         return None
     group, blocks = rng.randrange(len(shape.groups)), rng.sample(free, end - first)

@@ -57,7 +57,8 @@ def test_page_locks_are_given_back(make_rig):
     server.poll()
     server.close()
     locked, released, waited = (
-        standin.count(name) - n for name, n in zip(("registered", "unregistered", "pageable_copies"), before, strict=True)
+        standin.count(name) - n
+        for name, n in zip(("registered", "unregistered", "pageable_copies"), before, strict=True)
     )
     assert locked == released
     assert (waited == 0) == (kind is HostKind.REGISTERED)

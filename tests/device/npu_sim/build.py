@@ -1,7 +1,7 @@
 """Builds the stand-in: ``python -m tests.device.npu_sim.build``.
 
-``--package DIR`` names the folder ``torch_npu`` of an unpacked wheel instead of the installed one. It ends by naming the
-functions that the wheel links to and that would fail if they were called: a release that needs more shows there.
+``--package DIR`` names the folder ``torch_npu`` of an unpacked wheel instead of the installed one. It ends by naming
+the functions that the wheel links to and that would fail if they were called: a release that needs more shows there.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class StandInFiles:
 
 class CannotBuildError(Exception):
     """Why there is no stand-in here, in one line."""
+
+
+class RealCannError(CannotBuildError):
+    """The real CANN is installed, so there is nothing to stand in for."""
 
 
 def torch_npu_package() -> Path:

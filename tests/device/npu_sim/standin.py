@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from tests.device.npu_sim.build import MAIN, CannotBuildError, StandInFiles, build, torch_npu_package
+from tests.device.npu_sim.build import MAIN, RealCannError, StandInFiles, build, torch_npu_package
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """``import torch`` imports an installed torch_npu too unless this is 0: then nothing could be loaded before it."""
@@ -61,16 +62,18 @@ class StandIn:
         return ("pageable", "locked", "device")[self.acl.npu_sim_place(address, nbytes)]
 
 
+@functools.cache
 def load() -> StandIn:
-    """Build the stand-in where that is needed, and load it before torch_npu is.
+    """Build the stand-in where that is needed, and load it before torch_npu is. Once a process.
 
     Raises:
-        CannotBuildError: there is no torch-npu or no compiler here, or the real CANN is: then this is no place for us.
+        RealCannError: the real CANN is here, so this is no place for us.
+        CannotBuildError: there is no torch-npu here, or no compiler.
     """
     package = torch_npu_package()
     with contextlib.suppress(OSError):
         ctypes.CDLL(MAIN)
-        raise CannotBuildError("CANN is installed: the real one is used, not the stand-in")
+        raise RealCannError("CANN is installed: the real one is used, not the stand-in")
     return StandIn(build(package))
 
 

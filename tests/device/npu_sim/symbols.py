@@ -1,4 +1,7 @@
-"""What a torch-npu wheel wants from CANN: read from its libraries, so that a new release tells by itself what is new."""
+"""What a torch-npu wheel wants from CANN: read from its libraries, so that a new release tells by itself what is new.
+
+The check by symbols of a release that is not installed: ``python -m tests.device.npu_sim.build --package DIR``.
+"""
 
 from __future__ import annotations
 
