@@ -50,6 +50,7 @@ def _npu_rig(pace: str) -> RigFactory:
 
 def _cuda_rig() -> RigFactory:
     import torch
+
     from tierkv.device.cuda import CudaRuntime
 
     return lambda seed=0: TorchRig(torch, CudaRuntime("cuda"))

@@ -30,8 +30,8 @@ def make_server(make_rig):
         server.abandon()
 
 
-def fail(server: Server, fault: str, kind: HostKind) -> None:
-    if not server.rig.fail(fault, kind):
+def fail(server: Server, fault: str) -> None:
+    if not server.rig.fail(fault, server.slots.kind):
         pytest.skip(f"this device cannot be made to fail in a {fault}")
 
 
@@ -40,7 +40,7 @@ def fail(server: Server, fault: str, kind: HostKind) -> None:
 def test_a_failed_store_is_told_and_the_next_one_works(make_server, kind, fault):
     """One end with an error, then ends without; the slot that failed can be used again."""
     server = make_server(kind)
-    fail(server, fault, kind)
+    fail(server, fault)
     server.store(0, [4, 5], 0, [1])
     if fault == "query":
         while not server.poll():
@@ -61,7 +61,7 @@ def test_a_failed_store_is_told_and_the_next_one_works(make_server, kind, fault)
 def test_a_failed_load_is_copied_once_more(make_server, kind, fault):
     """The bytes arrive by the plain way and the end is a good one."""
     server = make_server(kind)
-    fail(server, fault, kind)
+    fail(server, fault)
     server.load(0, [8, 9, 10], 1, [0])
     server.engine.wait()
     assert [done.error for done in server.poll()] == [None]
@@ -73,8 +73,8 @@ def test_a_failed_load_is_copied_once_more(make_server, kind, fault):
 def test_a_load_that_fails_twice_is_told(make_server, kind):
     """Never told as arrived; the blocks can be used again."""
     server = make_server(kind)
-    fail(server, "submit", kind)
-    fail(server, "plain", kind)
+    fail(server, "submit")
+    fail(server, "plain")
     server.load(0, [8, 9, 10], 1, [0])
     server.engine.wait()
     server.poll()
