@@ -28,7 +28,7 @@ def test_every_option_of_vllm_is_documented() -> None:
 
 def test_every_option_of_a_tier_is_documented() -> None:
     """The table of a tier's object has the parser's keys, and ``module_path`` for tiers of others."""
-    assert _documented("### An entry of `secondary_tiers`") == set(options._FS_KEYS) | {"module_path"}
+    assert _documented("### An entry of `secondary_tiers`") == set(options.FS_KEYS) | {"module_path"}
 
 
 def _offered(*command: str) -> set[str]:

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierkv.vllm.policy import TierKVCachePolicy
+    from tierkv.vllm.secondary import TierKVSecondaryTier
     from tierkv.vllm.spec import CPUOffloadingSpec, TieringOffloadingSpec, TierKVOffloadingSpec
 
 __all__ = [
     "CPUOffloadingSpec",
     "TierKVCachePolicy",
     "TierKVOffloadingSpec",
+    "TierKVSecondaryTier",
     "TieringOffloadingSpec",
 ]
 
-_ROOMS = {"TierKVCachePolicy": "policy"}
+_ROOMS = {"TierKVCachePolicy": "policy", "TierKVSecondaryTier": "secondary"}
 
 
 def __getattr__(name: str) -> Any:

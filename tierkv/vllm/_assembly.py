@@ -40,7 +40,7 @@ _QUEUE_NBYTES = 1 << 30
 def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
     """The manager of a spec, with everything below it."""
     options, config = spec.options, spec.config
-    levels = [_lower_level(index, tier) for index, tier in enumerate(options.tiers)]
+    levels = [lower_level(index, tier) for index, tier in enumerate(options.tiers)]
     plans = [primary_plan(spec, clock)]
     for level, tier in zip(levels, options.tiers, strict=True):
         writes = Writes.CASCADE if tier.writes == "cascade" else Writes.DEMOTE
@@ -167,13 +167,13 @@ def make_tier(index: int, options: TierOptions) -> Tier:
         ConfigError: it does not take these settings, or what it needs is not installed.
     """
     if options.is_foreign:
-        where = f"secondary_tiers[{index}].type"
+        where = f"secondary_tiers[{index}].{options.type_key}"
         return third_party_tier(where, options.type, options.extra, module_path=options.module_path)
     try:
         from tierkv.tiers.fs import FSTier  # noqa: PLC0415 (needs the fs extra, and nobody else does)
     except ImportError as error:
         allowed = f"a tier whose packages are installed ({error}); install tierkv-cache[fs]"
-        raise bad_setting(f"secondary_tiers[{index}].type", options.type, allowed) from error
+        raise bad_setting(f"secondary_tiers[{index}].{options.type_key}", options.type, allowed) from error
     settings = {
         "capacity": options.capacity_nbytes,
         "min_free": options.min_free_nbytes,
@@ -192,7 +192,8 @@ def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:
         return chunk_nbytes
 
 
-def _lower_level(index: int, options: TierOptions) -> LowerLevel:
+def lower_level(index: int, options: TierOptions) -> LowerLevel:
+    """A level that makes its tier anew for each epoch."""
     return LowerLevel(
         name=make_tier(index, options).name,
         make_tier=lambda: make_tier(index, options),

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import Completion
@@ -24,11 +24,18 @@ from tierkv.protocols import Admission, Bounded, Charging, EvictionPolicy, ScanT
 from tierkv.types import ChunkKey, Transfer, TransferKind
 from tierkv.vllm import _compat
 from tierkv.vllm._books import EpochHierarchy
-from tierkv.vllm._control import ControlPage
+from tierkv.vllm._control import Identities
 from tierkv.vllm._identity import agreed_identity
 from tierkv.vllm._loop import Absorbed, Closed, MoverLoop, News, Opened, Traffic
 
 logger = logging.getLogger("vllm.tierkv.below")
+
+
+class Identified(Protocol):
+    """Who says under which identity the levels may open: the control page of our own spec, or its stand-in."""
+
+    def identities(self) -> Identities | None: ...
+
 
 EPOCH_NBYTES = 16
 FIRST_EPOCH = bytes(EPOCH_NBYTES)
@@ -122,13 +129,13 @@ class Below:
 
     # -- opening ------------------------------------------------------------------------------------------------
 
-    def keep_open(self, hierarchy: EpochHierarchy, page: ControlPage | None) -> None:
+    def keep_open(self, hierarchy: EpochHierarchy, page: Identified | None) -> None:
         """Open what can be opened, move on what drains, follow shares. Cheap; once a step."""
         if not self._settled:
             self._advance(hierarchy, page)
         hierarchy.refresh()
 
-    def _advance(self, hierarchy: EpochHierarchy, page: ControlPage | None) -> None:
+    def _advance(self, hierarchy: EpochHierarchy, page: Identified | None) -> None:
         if self._identity is None and page is not None:
             self._identify(page)
         self._settled = True
@@ -143,7 +150,7 @@ class Below:
             if level.state in {LevelState.CLOSED, LevelState.OPENING, LevelState.DRAINING}:
                 self._settled = False
 
-    def _identify(self, page: ControlPage) -> None:
+    def _identify(self, page: Identified) -> None:
         identities = page.identities()
         if identities is None:
             return
@@ -220,14 +227,14 @@ class Below:
 
     # -- end ----------------------------------------------------------------------------------------------------
 
-    def close(self, hierarchy: EpochHierarchy) -> None:
-        """Let copies end for a moment, save each level's order, close the tiers, end the thread."""
+    def close(self, hierarchy: EpochHierarchy) -> bool:
+        """Let copies end for a moment, save each level's order, close the tiers, end the thread. False: one hangs."""
         orders = {
             index: hierarchy.levels[index].ledger.coldest_first()
             for index, level in enumerate(self.levels, 1)
             if level.state is LevelState.OPEN
         }
-        self._loop.close(orders)
+        return self._loop.close(orders)
 
 
 def is_read(transfer: Transfer) -> bool:

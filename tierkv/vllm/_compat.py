@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -27,13 +29,16 @@ __all__ = [
     "allows",
     "callers_local",
     "current_vllm_config",
+    "detector_argument",
     "event",
     "key_positions",
     "offloaded_groups",
     "position_getter",
+    "record",
     "request_state",
     "sliding_group_ids",
     "sliding_groups",
+    "software",
 ]
 
 _State = TypeVar("_State")
@@ -48,10 +53,10 @@ def request_state(context: Any, kind: type[_State], make: Callable[[Any], _State
     """
     get = getattr(context, "get_state", None)
     if get is None:
-        state = context.__dict__.get("_tierkv_state")
-        if state is None:
-            state = context.__dict__["_tierkv_state"] = make(context)
-        return state
+        states = context.__dict__.setdefault("_tierkv_states", {})
+        if kind not in states:
+            states[kind] = make(context)
+        return states[kind]
     state = get(kind)
     if state is None:
         state = make(context)
@@ -121,12 +126,39 @@ def offloaded_groups(kv_cache_config: Any) -> Sequence[int]:
 
 
 def event(keys: list[Any], medium: Any, *, removed: bool, locality: Any, ownership: str | None) -> Any:
-    """An ``OffloadingEvent``, with those of its fields that this version has."""
-    known = base.OffloadingEvent.__dataclass_fields__
+    """An ``OffloadingEvent``."""
     more = {"locality": locality, "ownership": ownership, "removal_expected": True}
-    return base.OffloadingEvent(
-        keys=keys, medium=medium, removed=removed, **{name: value for name, value in more.items() if name in known}
-    )
+    return record(base.OffloadingEvent, keys=keys, medium=medium, removed=removed, **more)
+
+
+def record(kind: Any, **values: Any) -> Any:
+    """A dataclass of vLLM's, with those of these fields that this version has."""
+    return kind(**{name: value for name, value in values.items() if name in kind.__dataclass_fields__})
+
+
+def detector_argument(detector: Any) -> tuple[Any, ...]:
+    """What the constructor of a secondary tier takes for backpressure: nothing in 0.30."""
+    from vllm.v1.kv_offload.tiering.base import SecondaryTierManager  # noqa: PLC0415 (only such a tier needs it)
+
+    known = inspect.signature(SecondaryTierManager.__init__).parameters
+    return (detector,) if "backpressure_detector" in known else ()
+
+
+def software() -> dict[str, Any]:
+    """What decides, beside the configuration, how vLLM lays out a KV cache: version, platform, its environment."""
+    from vllm.platforms import current_platform  # noqa: PLC0415
+
+    try:
+        device = current_platform.get_device_name()
+    except Exception:  # noqa: BLE001 - not every platform can say it in every process
+        device = None
+    environment = {name: os.environ.get(name) for name in ("VLLM_ATTENTION_BACKEND", "VLLM_KV_CACHE_LAYOUT")}
+    return {
+        "vllm": vllm.__version__,
+        "platform": current_platform.device_type,
+        "device": device,
+        "environment": environment,
+    }
 
 
 def current_vllm_config() -> Any:

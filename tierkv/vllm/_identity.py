@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tierkv.device import DeviceLayout
+from tierkv.vllm import _compat
+from tierkv.vllm._control import Identities
 from tierkv.vllm._fingerprint import Fingerprint, add_weights
 
 logger = logging.getLogger("vllm.tierkv.identity")
@@ -187,3 +189,44 @@ def _weights_path(model: Any, load: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - any failure means the same: we cannot see the files
         logger.info("%s is not in the local Hugging Face cache (%s)", name, error)
         return None
+
+
+class SchedulerIdentity:
+    """An engine's identity from its scheduler's side, for a tier under vLLM's own spec, where workers tell us nothing.
+
+    The model is taken from the ``VllmConfig`` of whoever made the tier. How pages lie in a chunk cannot be seen there,
+    so everything from which vLLM derives it counts instead: the cache specs, the layout's name, all parallel sizes,
+    attention settings, platform and vLLM's version. More than need be: it costs a miss, never a wrong byte.
+
+    Args:
+        config: vLLM's ``OffloadingConfig``.
+        row_nbytes: bytes of a chunk.
+    """
+
+    def __init__(self, config: Any, row_nbytes: int) -> None:
+        vllm_config = _compat.callers_local("vllm_config", "model_config") or _compat.current_vllm_config()
+        model = identity_digest(vllm_config)
+        layout = None if model is None else _derived_layout(vllm_config, config, row_nbytes)
+        self._known = None if model is None or layout is None else Identities((model,), (layout,))
+
+    def identities(self) -> Identities | None:
+        """As a control page's: one rank's digests, or None if nothing vouches for the weights."""
+        return self._known
+
+
+def _derived_layout(vllm_config: Any, config: Any, row_nbytes: int) -> bytes:
+    fingerprint = Fingerprint("tierkv scheduler layout 1")
+    fingerprint.add("software", _compat.software())
+    fingerprint.add("row", row_nbytes)
+    for name in ("groups", "worker_kv_bytes_per_block", "cache", "replicated_layout", "canonical_layout"):
+        fingerprint.add(name, getattr(config, name, None))
+    fingerprint.add("dtype", config.model.dtype)
+    fingerprint.add("kv_cache_layout", getattr(config, "kv_cache_layout", None))
+    sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    fingerprint.add("parallel", {name: getattr(config.parallel, name, None) for name in sizes})
+    fingerprint.add("attention", getattr(vllm_config, "attention_config", None))
+    fingerprint.add("runner", getattr(vllm_config, "use_v2_model_runner", None))
+    caches = _compat.callers_local("kv_cache_config", "kv_cache_groups")
+    specs = [(group.layer_names, group.kv_cache_spec) for group in getattr(caches, "kv_cache_groups", ())]
+    fingerprint.add("specs", specs)
+    return fingerprint.digest()

@@ -100,6 +100,8 @@ class MoverLoop:
         self._room = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._n_left = 0
+        """Batches and tiers that had not ended when they were given up."""
 
     # -- the scheduler's side -----------------------------------------------------------------------------------
 
@@ -131,15 +133,20 @@ class MoverLoop:
             self._loop.call_soon_threadsafe(self._room.set)
         return found
 
-    def close(self, orders: Mapping[int, Sequence[Chunk]]) -> None:
-        """Blocks for at most ``_CLOSE_S``; a hung tier keeps its daemon thread and nothing else."""
+    def close(self, orders: Mapping[int, Sequence[Chunk]]) -> bool:
+        """Blocks for at most ``_CLOSE_S``; a hung tier keeps its daemon thread and nothing else.
+
+        Returns:
+            False if a tier is left behind, and may still touch slots.
+        """
         if self._loop is None or self._thread is None:
-            return
+            return True
         self._run(self._close(orders))
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             logger.warning("A tier did not close within %g s and is left behind", _CLOSE_S)
         self._loop = None
+        return not self._thread.is_alive() and not self._n_left
 
     def _start(self) -> None:
         if self._thread is None:
@@ -241,7 +248,7 @@ class MoverLoop:
         try:
             await self._stop_opening()
             if self._mover is not None:
-                await self._mover.aclose(timeout_s=_CLOSE_S / 3)
+                self._n_left += await self._mover.aclose(timeout_s=_CLOSE_S / 3)
             for index, tier in enumerate(self._tiers):
                 if tier is not None:
                     await self._close_tier(index, tier, orders.get(index, ()))
@@ -261,10 +268,14 @@ class MoverLoop:
             await asyncio.wait(opening, timeout=_CLOSE_S / 3)
 
     async def _close_tier(self, index: int, tier: Tier, order: Sequence[Chunk]) -> None:
-        with contextlib.suppress(Exception):
-            if index in self._scans:
-                self._scans[index].cancel()
+        if index in self._scans:
+            self._scans[index].cancel()
+        try:
             async with asyncio.timeout(_CLOSE_S / 3):
                 if isinstance(tier, ScanTier) and order:
                     await tier.save_order(order)
                 await tier.aclose()
+        except TimeoutError:
+            self._n_left += 1
+        except Exception as error:  # noqa: BLE001 - a third party's tier may raise anything; the others close all the same
+            logger.debug("tier %s did not close: %r", tier.name, error)

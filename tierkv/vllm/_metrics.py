@@ -95,6 +95,11 @@ def definitions(*, store_threshold: int = 0) -> dict[str, OffloadingMetricMetada
     return found
 
 
+def level_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """The names that :meth:`Metrics.take_level` may use: ours alone, since vLLM's manager reports its own."""
+    return {name: metric for name, metric in definitions().items() if name.startswith(_OURS)}
+
+
 class Metrics:
     """Counters of the manager, and the last values told, so that only what changed is told."""
 
@@ -113,6 +118,12 @@ class Metrics:
             self._level(stats, level, label)
         return stats
 
+    def take_level(self, level: LevelBooks, label: str) -> Any:
+        """What happened at one level since the last call, in our names only."""
+        stats = _compat.OffloadingConnectorStats()
+        self._level(stats, level, label, prefix=_OURS)
+        return stats
+
     def _primary(self, stats: Any, primary: LevelBooks) -> None:
         ledger = primary.ledger
         n_slots = max(1, ledger.capacity_nbytes // primary.plan.slot_nbytes)
@@ -126,10 +137,11 @@ class Metrics:
         if self._store_threshold >= 2:
             self._count(stats, STORES_SKIPPED, primary.counts.refused["not_admitted"])
 
-    def _level(self, stats: Any, level: LevelBooks, label: str) -> None:
+    def _level(self, stats: Any, level: LevelBooks, label: str, prefix: str = "") -> None:
         ledger, counts = level.ledger, level.counts
         for attribute, (name, _) in _COUNTERS.items():
-            self._count(stats, name, getattr(counts, attribute), (label,))
+            if name.startswith(prefix):
+                self._count(stats, name, getattr(counts, attribute), (label,))
         for attribute, (name, _) in _REASONS.items():
             for reason, count in getattr(counts, attribute).items():
                 self._count(stats, name, count, (label, reason))

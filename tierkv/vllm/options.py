@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierkv.errors import ConfigError, bad_setting, unknown_setting
@@ -45,7 +45,7 @@ _COMMON_TIER_KEYS = frozenset({
     "type", "locality", "enable_kv_events", "backpressure", "capacity", "eviction_policy", "ttl_s", "admission",
     "writes", "queue_bytes",
 })  # fmt: skip
-_FS_KEYS = _COMMON_TIER_KEYS | {"root_dir", "n_read_threads", "n_write_threads", "min_free", "durability", "layout"}
+FS_KEYS = _COMMON_TIER_KEYS | {"root_dir", "n_read_threads", "n_write_threads", "min_free", "durability", "layout"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class TierOptions:
     queue_nbytes: int | None = None
     module_path: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    type_key: str = "type"
+    """The key under which the type was written, for messages."""
 
     @property
     def is_foreign(self) -> bool:
@@ -192,16 +194,24 @@ def check_tier_capacity(index: int, tier: TierOptions, charge_nbytes: int) -> No
 
 def check_reserve(options: Options, n_slots: int, stride_nbytes: int) -> int:
     """Slots kept free of promotions, so that running requests can store. At least 1 unless the pool has only one."""
-    reserve = options.store_reserve
+    return reserved_slots("store_reserve", options.store_reserve, n_slots, stride_nbytes)
+
+
+def reserved_slots(option: str, reserve: float | None, n_slots: int, stride_nbytes: int) -> int:
+    """Slots that ``reserve`` stands for: bytes, or a fraction of the pool below 1; None is 12.5 %.
+
+    Raises:
+        ConfigError: nothing is left for promotions.
+    """
     if reserve is None:
         n_reserved = max(1, n_slots // 8)
     elif isinstance(reserve, float):
         n_reserved = int(n_slots * reserve)
     else:
-        n_reserved = -(-reserve // stride_nbytes)
+        n_reserved = int(-(-reserve // stride_nbytes))
     if n_reserved >= n_slots > 1:
         raise bad_setting(
-            "store_reserve", reserve, f"less than the primary, which holds {n_slots} chunks of {stride_nbytes} bytes",
+            option, reserve, f"less than the primary, which holds {n_slots} chunks of {stride_nbytes} bytes",
             (n_slots - 1) * stride_nbytes,
         )  # fmt: skip
     return min(n_reserved, n_slots - 1)
@@ -233,7 +243,7 @@ def _parse_tiers(raw: object, warnings: list[str]) -> tuple[TierOptions, ...]:
         return ()
     if not isinstance(raw, (list, tuple)):
         raise bad_setting("secondary_tiers", raw, "a list with one object for each tier", "[]")
-    tiers = tuple(_parse_tier(index, tier, warnings) for index, tier in enumerate(raw))
+    tiers = tuple(parse_tier(f"secondary_tiers[{index}]", tier, warnings) for index, tier in enumerate(raw))
     roots: dict[str, int] = {}
     for index, tier in enumerate(tiers):
         if tier.root_dir:
@@ -245,17 +255,21 @@ def _parse_tiers(raw: object, warnings: list[str]) -> tuple[TierOptions, ...]:
     return tiers
 
 
-def _parse_tier(index: int, raw: object, warnings: list[str]) -> TierOptions:
-    where = f"secondary_tiers[{index}]"
+def parse_tier(where: str, raw: object, warnings: list[str], *, type_key: str = "type") -> TierOptions:
+    """Check one tier's object. ``where`` and ``type_key`` name it and its type in messages; warnings are added.
+
+    Raises:
+        ConfigError: the first wrong setting, in one sentence.
+    """
     if not isinstance(raw, Mapping):
         raise bad_setting(where, raw, "an object with at least a type", '{"type": "fs", "root_dir": "..."}')
     kind, module_path = raw.get("type"), raw.get("module_path")
     if not isinstance(kind, str) or not kind:
-        raise bad_setting(f"{where}.type", kind, f"one of {', '.join(TIER_TYPES)}", TIER_TYPES[0])
+        raise bad_setting(f"{where}.{type_key}", kind, f"one of {', '.join(TIER_TYPES)}", TIER_TYPES[0])
     if module_path is not None and (not isinstance(module_path, str) or not module_path):
         raise bad_setting(f"{where}.module_path", module_path, "the import path of a module", "my_package.my_module")
     fs = module_path is None and kind in TIER_TYPES
-    known = _FS_KEYS if fs else _COMMON_TIER_KEYS
+    known = FS_KEYS if fs else _COMMON_TIER_KEYS
     if fs:
         for key in raw:
             if key not in known:
@@ -264,11 +278,11 @@ def _parse_tier(index: int, raw: object, warnings: list[str]) -> TierOptions:
         names = [*TIER_TYPES, *third_party_names()]
         near = difflib.get_close_matches(kind, names, n=1, cutoff=0.0)
         allowed = f"one of {', '.join(names)}, module:Class, or a class of the module that module_path names"
-        raise bad_setting(f"{where}.type", kind, allowed, near[0])
+        raise bad_setting(f"{where}.{type_key}", kind, allowed, near[0])
     get = Reader(raw, where)
     _ignore_backpressure(get, warnings)
     extra = {} if fs else {k: v for k, v in raw.items() if k not in known and k != "module_path"}
-    return _build_tier(get, kind, module_path, extra, fs=fs)
+    return replace(_build_tier(get, kind, module_path, extra, fs=fs), type_key=type_key)
 
 
 def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[str, Any], *, fs: bool) -> TierOptions:
