@@ -114,19 +114,23 @@ def kv_shapes(vllm_config: Any, config: Any) -> list[tuple[object, ...]]:
     shapes: list[tuple[object, ...]] = []
     for name in (name for group in config.groups for name in getattr(group, "layer_names", ())):
         layer = layers.get(name)
-        backend = getattr(layer, "attn_backend", None)
-        cache = getattr(layer, "kv_cache", None)
-        cache = cache[0] if isinstance(cache, list | tuple) and cache else cache
-        shape, strides = list(getattr(cache, "shape", ())), list(getattr(cache, "stride", tuple)())
-        n_blocks = getattr(getattr(vllm_config, "cache_config", None), "num_gpu_blocks", None)
-        axis = next((i for i, n in enumerate(shape) if n == n_blocks), 0)
-        order = sorted(range(len(strides)), key=lambda i: strides[i], reverse=True)
-        device = getattr(getattr(cache, "device", None), "type", None)
-        backend_name = getattr(backend, "__qualname__", None)
-        shapes.append(
-            (name, backend_name, device, str(getattr(cache, "dtype", None)), shape[:axis] + shape[axis + 1 :], order)
-        )
+        backend = getattr(getattr(layer, "attn_backend", None), "__qualname__", None)
+        for cache in _parts(getattr(layer, "kv_cache", None)):
+            shape, strides = list(getattr(cache, "shape", ())), list(getattr(cache, "stride", tuple)())
+            n_blocks = getattr(getattr(vllm_config, "cache_config", None), "num_gpu_blocks", None)
+            axis = next((i for i, n in enumerate(shape) if n == n_blocks), 0)
+            order = sorted(range(len(strides)), key=lambda i: strides[i], reverse=True)
+            device = getattr(getattr(cache, "device", None), "type", None)
+            dtype = str(getattr(cache, "dtype", None))
+            shapes.append((name, backend, device, dtype, shape[:axis] + shape[axis + 1 :], order))
     return shapes
+
+
+def _parts(cache: Any) -> list[Any]:
+    """The tensors of a layer's cache, whose K and V may be apart, in one list or a list each; never empty."""
+    if not isinstance(cache, list | tuple) or not cache:
+        return [cache]
+    return [part for nested in cache for part in _parts(nested)]
 
 
 def agreed_identity(identities: Sequence[bytes | None], layouts: Sequence[bytes | None]) -> bytes | None:
