@@ -61,6 +61,7 @@ CHUNKERS: Final = "tierkv/chunkers.py"
 MEMORY: Final = "tierkv/tiers/memory.py"
 
 AGING: Final = "check_policy(lambda: TTL(LRU(), 5, clock), clock=clock, ttl_s=5.0)"
+HINTED: Final = "from tierkv._turns import hint_aware\ncheck_policy(lambda: hint_aware(FIFO()))"
 MEMORY_TIER: Final = (
     "from tests.conformance.doors import MemoryDoor\ncheck_tier(lambda _: MemoryTier(), raw=MemoryDoor)"
 )
@@ -223,6 +224,41 @@ OURS: Final = [
         "            self._used_nbytes[chunk.tenant] -= chunk.nbytes\n",
         "            pass\n",
         "pytest tests/conformance/test_policies.py -k quota_takes",
+    ),
+    Mutant(
+        "a dead chunk that is used stays dead",
+        "tierkv/_turns.py",
+        "                self._first.pop(chunk.key, None)\n                self._first_held",
+        "                self._first_held",
+        HINTED,
+    ),
+    Mutant(
+        "a kept chunk is pinned",
+        "tierkv/_turns.py",
+        "        yield from (key for key in last if key not in early)\n",
+        "",
+        HINTED,
+    ),
+    Mutant(
+        "a kept chunk that leaves makes its head last",
+        POLICIES + "_leaf_order.py",
+        "            parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)\n",
+        "            parent.stamp = stamp\n",
+        "pytest tests/unit/test_hints.py -k takes_no_keep",
+    ),
+    Mutant(
+        "a dead hint kills what others keep",
+        "tierkv/_hints.py",
+        "                if not self._order(index).is_kept(key):\n",
+        "                if True:\n",
+        "pytest tests/unit/test_hints.py -k kept_prompt",
+    ),
+    Mutant(
+        "a lifetime ends with the copy",
+        "tierkv/_hinted.py",
+        "                    self.limit(chunk.key, until_s, held=False)\n",
+        "                    pass\n",
+        "pytest tests/unit/test_hints.py -k lifetime_goes",
     ),
     Mutant(
         "second touch never forgets",

@@ -68,6 +68,11 @@ class Entry(Seat):
         return f"<Entry {self.chunk.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
 
 
+def of_its_tenant(chunk: Chunk, stored: Chunk) -> Chunk:
+    """A chunk as somebody asks for it, but of the tenant that stored it, where that is known."""
+    return chunk._replace(tenant=stored.tenant) if stored.tenant and stored.tenant != chunk.tenant else chunk
+
+
 def pending_in_slots(
     chunks: Iterable[Chunk], slots: Iterable[int], generations: Sequence[int], charge_nbytes: int
 ) -> list[Entry]:

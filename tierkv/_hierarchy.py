@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from tierkv._entry import of_its_tenant
 from tierkv._flow import NOTHING, SLICE
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import LevelBooks, bare, of_its_tenant
+from tierkv._level import LevelBooks, bare
 from tierkv._room import Room
 from tierkv.types import (
     Chunk,

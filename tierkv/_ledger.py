@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 
-from tierkv._entry import GONE, PENDING, READY, Entry, State, pending_in_slots
+from tierkv._entry import GONE, PENDING, READY, Entry, State, of_its_tenant, pending_in_slots
 from tierkv._order import KeyedOrder, SeatedOrder
 from tierkv.protocols import Admission, EvictionPolicy, Expiring, Seating
 from tierkv.types import Chunk, ChunkKey
@@ -201,7 +201,7 @@ class Ledger:
             if entry.state is GONE:
                 continue
             if entry.chunk.parent is None:
-                entry.chunk = chunk
+                entry.chunk = of_its_tenant(chunk, entry.chunk)
                 learned |= chunk.parent is not None
             if entry.owned:
                 touched.append(entry)

@@ -198,11 +198,6 @@ class LevelBooks:
         )
 
 
-def of_its_tenant(chunk: Chunk, stored: Chunk) -> Chunk:
-    """A chunk as somebody asks for it, but of the tenant that stored it, where that is known."""
-    return chunk._replace(tenant=stored.tenant) if stored.tenant and stored.tenant != chunk.tenant else chunk
-
-
 def bare(key: ChunkKey, nbytes: int) -> Chunk:
     """A chunk of which only the name is known yet, and a bound of its length (a directory scan)."""
     return Chunk(key, nbytes=nbytes)

@@ -163,6 +163,18 @@ def test_what_is_kept_leaves_last(name: str) -> None:
     assert len(store(world.h, new)) == 8, "a keep is no pin"
 
 
+def test_a_head_takes_no_keep_over() -> None:
+    """A tail that was kept and has gone leaves its head where that stands by its uses."""
+    world = World(8)
+    session = chain("s", 2)
+    store(world.h, session)
+    store(world.h, loners("a"))
+    world.give(session[1:], Hint.KEEP)
+    assert world.order() == "a s1 s0"
+    world.h.delete([session[1].key])
+    assert world.order() == "s0 a"
+
+
 def test_a_keep_ends() -> None:
     """An hour after it was last said, and at once for the oldest where more than half of the level is kept."""
     world = World(4)

@@ -23,6 +23,16 @@ pytestmark = pytest.mark.timeout(290)
 FAMILIES = 4
 """Prompts with nothing in common; within one, a longer prompt continues a shorter one."""
 REQUESTS = 5
+WISHES = [
+    *[None] * 3,
+    {"hint": "dead"},
+    {"hint": "dead", "tenant": "red"},
+    {"hint": "keep", "tenant": "red"},
+    {"hint": {"ttl_s": 0.001}},
+    {"hint": {"ttl_s": 100}},
+    {"hint": 7},
+]
+"""What a request says to tierkv; a lifetime of 1 ms may end at any time."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -36,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_blocks=st.sampled_from([38, 64]),
         n_below=st.sampled_from([12, 64]),
         writes=st.sampled_from(["cascade", "cascade", "demote"]),
-        eviction_policy=st.sampled_from(["lru", "lru", "arc", "leaf_first > s3fifo"]),
+        eviction_policy=st.sampled_from(["lru", "lru", "arc", "leaf_first > s3fifo", "quota(red=200) > lru"]),
         device_caches=st.sampled_from([False, False, True]),
     )
     def start(self, **shape) -> None:
@@ -51,13 +61,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         n_chunks=st.integers(0, 7),
         more=st.integers(1, 3),
         n_new=st.integers(1, 9),
+        wishes=st.sampled_from(WISHES),
     )
-    def add(self, name: int, family: int, n_chunks: int, more: int, n_new: int) -> None:
+    def add(self, name: int, family: int, n_chunks: int, more: int, n_new: int, *, wishes: object = None) -> None:
         """A new request, under an id that an earlier one may have had."""
         req_id = f"r{name}"
         if self.rig.free_id(req_id):
             n_tokens = min(n_chunks * self.chunk + more, 100)
-            self.rig.add(req_id, [(family + i * i) % 7 for i in range(n_tokens)], n_new)
+            self.rig.add(req_id, [(family + i * i) % 7 for i in range(n_tokens)], n_new, tierkv=wishes)
 
     @rule(family=st.integers(0, FAMILIES - 1), n_chunks=st.integers(1, 7), n_steps=st.integers(1, 12))
     def turn(self, family: int, n_chunks: int, n_steps: int) -> None:

@@ -163,15 +163,17 @@ def test_serve_with_both_tiers(models, tmp_path):
     subscriber = Subscriber()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": subscriber.endpoint, "topic": "kv"}
     with serving(models(), config, events, tmp_path) as server:
-        for cached in ([0] + [96] * 7, [480] * 8):
+        said = {"tierkv": {"tenant": "team-a", "hint": "dead"}}
+        for cached, params in (([0] + [96] * 7, None), ([480] * 8, said)):
             for prompt, tokens, hit in zip(PROMPTS, expected, cached, strict=True):
                 body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
-                        "return_token_ids": True}  # fmt: skip
+                        "return_token_ids": True, "kv_transfer_params": params}  # fmt: skip
                 answer = server.post("/v1/completions", body)
                 assert answer["choices"][0]["token_ids"] == tokens
                 assert (answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"] == hit
         message = {"role": "user", "content": "hello " * 30}
-        chat = server.post("/v1/chat/completions", {"model": MODEL, "messages": [message], "max_tokens": 8})
+        body = {"model": MODEL, "messages": [message], "max_tokens": 8, "kv_transfer_params": {"tierkv": "nonsense"}}
+        chat = server.post("/v1/chat/completions", body)
         assert chat["usage"]["completion_tokens"] == 8
         text = server.get("/metrics")
         subscriber.wait_quiet()
@@ -181,6 +183,8 @@ def test_serve_with_both_tiers(models, tmp_path):
     assert metric(text, "vllm:kv_offload_tiering_read_bytes_total", tier="1:fs") > 0
     assert metric(text, "vllm:kv_offload_tiering_write_bytes_total", tier="1:fs") >= 99 * 32768
     assert metric(text, "vllm:kv_offload_load_bytes_total") > 0
+    assert metric(text, "vllm:kv_offload_tierkv_chunks_hinted_total", hint="dead") >= 7 * 15
+    assert metric(text, "vllm:kv_offload_tierkv_wishes_ignored_total") == 1
     assert counts["BlockStored", "CPU"] >= 99
     assert counts["BlockStored", "STORAGE"] >= 99
     assert counts["BlockRemoved", "CPU"] > 0, "64 slots for 99 chunks"

@@ -20,6 +20,7 @@ from tierkv.vllm._books import EpochHierarchy
 from tierkv.vllm._metrics import Metrics
 from tierkv.vllm._requests import ChunkMaker, Leases, Request
 from tierkv.vllm._scan import Answered, Reserved, Scan
+from tierkv.vllm._wishes import WishReader
 
 _HIT, _MISS = LookupResult.HIT, LookupResult.MISS
 _PROBE_S = 0.1
@@ -55,8 +56,8 @@ class Lookups:
         self.hierarchy = hierarchy
         self._primary = hierarchy.primary
         self._get = hierarchy.primary.get
-        if hierarchy.primary.expires:
-            self.lookup = self._lookup_unexpired  # type: ignore[method-assign]  # others do not pay for the question
+        self._wishes = WishReader()
+        self._mind_expiry()
         self._slot_nbytes = hierarchy.levels[0].plan.slot_nbytes
         self._maker = maker
         self._leases = leases
@@ -77,6 +78,11 @@ class Lookups:
         self._probes: dict[ChunkKey, None] = {}
         self._epoch = 0
         self._opening_until: float | None = None
+
+    def _mind_expiry(self) -> None:
+        """Ask of each chunk whether it has expired, if any can: others do not pay for the question."""
+        if self._primary.expires:
+            self.lookup = self._lookup_unexpired  # type: ignore[method-assign]
 
     def lookup(self, key: ChunkKey, req_context: ReqContext) -> LookupResult:
         """HIT, HIT_PENDING (being stored or promoted), RETRY (being probed for) or MISS. Drains nothing."""
@@ -111,12 +117,15 @@ class Lookups:
         if self._latest is not None and self._latest[0] is context:
             request = self._latest[1]
         else:
-            request = _compat.request_state(context, Request, Request)
+            request = _compat.request_state(context, Request, self._new_request)
             self._latest = (context, request)
         if request.epoch != self._epoch:
             request.forget()
             request.epoch = self._epoch
         return request
+
+    def _new_request(self, context: ReqContext) -> Request:
+        return Request(context, self._wishes.read(context))
 
     def _lookup_further(self, key: ChunkKey, context: ReqContext, entry: Entry | None) -> LookupResult:
         """The key is not ready in the primary."""
@@ -146,7 +155,7 @@ class Lookups:
         before = self._answered.entries[-1].chunk.key if len(self._answered.entries) > self._boundary else None
         if before is not None and before[-4:] != key[-4:]:
             before = None
-        chunk = self._maker.one(key, context, before)
+        chunk = self._maker.one(key, context, before, request.tenant)
         entries = self.hierarchy.promote((chunk,), shielded=self._answered)
         if not entries:
             self._metrics.promotion_refused += 1

@@ -41,6 +41,8 @@ PRESENT = _OURS + "chunks_present"
 EVICTED = _OURS + "chunks_evicted"
 REFUSED = _OURS + "chunks_refused"
 DROPPED = _OURS + "chunks_dropped"
+HINTED = _OURS + "chunks_hinted"
+WISHES_IGNORED = _OURS + "wishes_ignored"
 LEVEL_BYTES = _OURS + "level_bytes"
 CAPACITY = _OURS + "level_capacity_bytes"
 BROKEN = _OURS + "level_broken"
@@ -74,6 +76,12 @@ def definitions(*, store_threshold: int = 0) -> dict[str, OffloadingMetricMetada
         PROMOTION_FAILURES: OffloadingCounterMetadata(
             documentation="Promotions not begun because the primary had no slot that stores could spare."
         ),
+        HINTED: OffloadingCounterMetadata(
+            documentation="Chunks that finished requests gave a hint, labeled by hint.", labelnames=("hint",)
+        ),
+        WISHES_IGNORED: OffloadingCounterMetadata(
+            documentation="Parts of requests' kv_transfer_params['tierkv'] that were not right and were ignored."
+        ),
         LEVEL_BYTES: OffloadingGaugeMetadata(
             documentation="Bytes of a tier by state, labeled by tier and state.", labelnames=("tier", "state")
         ),
@@ -106,6 +114,8 @@ class Metrics:
     def __init__(self, *, store_threshold: int = 0) -> None:
         self.allocations: list[int] = []
         self.promotion_refused = 0
+        self.hinted: Counter[str] = Counter()
+        self.n_wishes_ignored = 0
         self._store_threshold = store_threshold
         self._told: Counter[tuple[str, ...]] = Counter()
 
@@ -134,6 +144,9 @@ class Metrics:
             stats.observe_histogram(ALLOCATION_SIZE, size)
         self.allocations.clear()
         self._count(stats, PROMOTION_FAILURES, self.promotion_refused)
+        self._count(stats, WISHES_IGNORED, self.n_wishes_ignored)
+        for hint, n_chunks in self.hinted.items():
+            self._count(stats, HINTED, n_chunks, (hint,))
         if self._store_threshold >= 2:
             self._count(stats, STORES_SKIPPED, primary.counts.refused["not_admitted"])
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from tierkv._ledger import GONE, PENDING, Entry
 from tierkv.types import Chunk, ChunkKey
+from tierkv.vllm._wishes import NOTHING, Wishes
 
 _SUFFIX = slice(-4, None)
 _make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
@@ -39,16 +40,19 @@ class Request:
         "accessed_to",
         "deadline",
         "epoch",
+        "hint",
         "hole",
         "lease",
         "probe_deadline",
         "promoted",
         "req_id",
         "tails",
+        "tenant",
     )
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: Any, wishes: Wishes = NOTHING) -> None:
         self.req_id: str = context.req_id
+        self.tenant, self.hint = wishes
         self.deadline: float | None = None
         """When it becomes late; None until its first deferral."""
         self.epoch = 0
@@ -113,12 +117,12 @@ class ChunkMaker:
             request.tails[group.group_id] = (chunks[-1].end_token, chunks[-1].key)
         return None
 
-    def one(self, key: ChunkKey, context: Any, parent: ChunkKey | None) -> Chunk:
+    def one(self, key: ChunkKey, context: Any, parent: ChunkKey | None, tenant: str = "") -> Chunk:
         """A chunk that a lookup has found below."""
         group = self.group(key)
         position = self._positions(context)
         end = position(key) if position is not None else None
-        return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes)
+        return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes, tenant)
 
 
 def _n_heads(chunks: Sequence[Chunk]) -> int:
@@ -132,12 +136,13 @@ def _run(
     chunks: list[Chunk] = []
     append = chunks.append
     group_id, nbytes, sliding = group.group_id, group.nbytes, group.sliding
+    tenant = request.tenant
     before, parent = (0, None) if sliding else request.tails.get(group_id, (0, None))
     for key in keys:
         end = position(key) or 0
         if sliding or before >= end:
             parent = None
-        append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, "", False)))
+        append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
         before, parent = end, key
     if chunks and not sliding:
         request.tails[group_id] = (before, chunks[-1].key)

@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from tierkv._hints import Hints
 from tierkv._ledger import READY, Entry
 from tierkv.protocols import Clock
 from tierkv.types import Chunk, ChunkKey, Reason
@@ -84,6 +85,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             clock=clock,
         )
         self._page = page
+        self._hints = Hints([level.ledger for level in hierarchy.levels], clock)
         self._jobs = Jobs(hierarchy, groups[0].group_id if len(groups) == 1 else None)
         self._sliding = frozenset(group.group_id for group in groups if group.sliding)
         self._many_groups = len(groups) > 1
@@ -260,6 +262,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             self._keep_open()
             self._below.send(self._take_unsent(), tuple(self._probes))
             self._probes.clear()
+        elif self._primary.expires:
+            self.hierarchy.refresh()
 
     def _keep_open(self) -> None:
         """Levels below open as soon as the workers have said who they are: a first request should find them open."""
@@ -278,11 +282,19 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             self._below.drain(self.hierarchy)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Its lease ends; open loads and stores keep their own pins until they have ended."""
-        self._leases.end(self._request(req_context))
+        """Its lease ends; open loads and stores keep their own pins until they have ended. Its hint takes effect.
+
+        All its stores have been offered by now, though some may still be copied; a hint reaches those as well.
+        """
+        request = self._request(req_context)
+        self._leases.end(request)
         self._latest = None
         if self._recording is not None:
             self._recording.finished(req_context)
+        if request.hint is not None:
+            answer = self._hints.give(_compat.key_positions(req_context), request.hint)
+            self._metrics.hinted[request.hint.name] += answer.n_chunks
+            self._mind_expiry()
 
     def has_pending_work(self) -> bool:
         """Only while a quarantine lasts: stamps come with steps. Everything else waits for the next hook."""
@@ -307,6 +319,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         return as_vllm_events(self.hierarchy.take_events(), self._below)
 
     def get_stats(self) -> Any:
+        self._metrics.n_wishes_ignored = self._wishes.n_ignored
         return self._metrics.take(self.hierarchy)
 
     def shutdown(self) -> None:
