@@ -155,7 +155,7 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Bugs planted one at a time: a test must die of each. ``-- --ci`` plants the eight that must never be."""
+    """Bugs planted one at a time: a test must die of each. ``-- --ci`` plants the twelve that must never be."""
     session.install("-e", ".[fs,cli,test]")
     session.run("python", "-m", "tests.mutants", *session.posargs)
 

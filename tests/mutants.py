@@ -5,7 +5,7 @@
 Each bug is a textual patch to a private copy of the tree; a patch that does not apply exactly once is an error, so that
 the list stays true while the code changes. What hunts it are the tests that should find it: the conformance kit, the
 state machines, or a test by name; with a fixed choice of examples, without shrinking. The core's own bugs are in
-:mod:`tests.property.mutants` and are run from here, too. ``--ci`` runs the eight that a cache of this kind must not
+:mod:`tests.property.mutants` and are run from here, too. ``--ci`` runs the twelve that a cache of this kind must not
 have; words choose the bugs whose names contain one of them.
 """
 
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tests.cases import mutants as cases
 from tests.property import mutants as core
 
 ROOT: Final = Path(__file__).parents[1]
@@ -341,14 +342,16 @@ CI: Final = (
     "bytes that are leaving count as free",
     "the policy is not told of a hold",
     "a leased chunk is dropped because it has expired",
+    *cases.CI,
 )
-"""Once bugs of real caches. The last two are what "a pin does not rescue" and "a rescued key is dropped" have become:
-here a chunk that is being demoted stays until its copy has ended, and a lease keeps it."""
+"""Once bugs of real caches. Of the first eight the last two are what "a pin does not rescue" and "a rescued key is
+dropped" have become: here a chunk that is being demoted stays until its copy has ended, and a lease keeps it."""
 
 
 def everything() -> list[Mutant]:
-    """Ours and the core's; those of the core are hunted by its machines."""
-    return OURS + [Mutant(*planted, core.RUN) for planted in core.MUTANTS]
+    """Ours, the core's, hunted by its machines, and the behaviours that the cases guard."""
+    planted = [Mutant(*planted, core.RUN) for planted in core.MUTANTS]
+    return OURS + planted + [Mutant(*planted) for planted in cases.GUARDED]
 
 
 def killed_by(mutant: Mutant) -> str | None:
@@ -388,14 +391,14 @@ def _hunt(hunt: str, tree: Path) -> str | None:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("--ci", action="store_true", help="only the eight that must never be")
+    parser.add_argument("--ci", action="store_true", help="only the twelve that must never be")
     parser.add_argument("--list", action="store_true", help="say what there is and run nothing")
     parser.add_argument("words", nargs="*", help="only bugs whose names contain one of these")
     asked = parser.parse_args(arguments)
     chosen = [mutant for mutant in everything() if not asked.words or any(word in mutant.name for word in asked.words)]
     if asked.ci:
         chosen = [mutant for mutant in everything() if mutant.name in CI]
-        assert len(chosen) == len(CI), "each of the eight is in the list, once"
+        assert len(chosen) == len(CI), "each of the twelve is in the list, once"
     survivors = []
     for mutant in chosen:
         if asked.list:

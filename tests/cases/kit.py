@@ -73,7 +73,7 @@ def cache_over(
     **options: Any,
 ) -> TieredCache:
     """A primary of slots over levels below; an :class:`Ear` listens, see :func:`ear`."""
-    levels = [Level(MemoryTier(name="primary"), policy or LRU(), capacity=n_slots * STRIDE)]
+    levels = [Level(MemoryTier(name="primary"), LRU() if policy is None else policy, capacity=n_slots * STRIDE)]
     size = n_chunks * CHARGE + OVERHEAD if capacity is None and bounded else capacity
     levels += [Level(tier, LRU(), capacity=size, writes=writes, queue=queue) for tier in lower]
     options.setdefault("chunker", ToyChunker())

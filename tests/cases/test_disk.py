@@ -32,7 +32,7 @@ from tests.faults import Faults, in_child, need
 from tests.faults.disks import may_mount, small_disk
 from tests.fs_kit import OVERHEAD, recount
 from tests.toys import prompt
-from tierkv import TieredCache
+from tierkv import EventKind, TieredCache
 from tierkv.tiers._fs_format import leaf_of
 from tierkv.tiers.fs import FSTier
 
@@ -84,6 +84,8 @@ async def test_a13_the_disk_tier_keeps_its_limit(tmp_path: Path, caplog: pytest.
     async with opened(cache_over(fs_tier(root), n_chunks=4)) as cache:
         await turns_until(lambda: cache.statistics()["fs"].n_chunks >= 3)
         assert recount(root) <= _limit(4)
+        told = sum(event.level == 1 and event.kind is EventKind.STORED for event in ear(cache).events)
+        assert told <= 4, "the rest had gone before anybody heard of it"
         assert await fetch(cache, [79, 79]) == 1, "the youngest stay"
         assert await fetch(cache, [60, 60]) == 0
     with caplog.at_level(logging.INFO):
@@ -110,7 +112,8 @@ async def _damaged_third(faults: Faults, root: str) -> None:
                 rule = faults.add("read", path=name, flip=True)
             assert await fetch(cache, tokens) == 3
             await settle(cache)
-            assert 1 <= rule.n_struck <= 2, "a short direct read is tried once more through the page cache"
+            most = 2 if error == -1 else 1  # a short direct read is tried once more through the page cache
+            assert 1 <= rule.n_struck <= most, "for one asker it is read once"
             primary = cache.statistics()["primary"]
             assert primary.n_chunks == 7 and before - primary.free_nbytes == 7 * 8192, "one slot more than with all"
             assert file_of(root, third).exists() if kept else third.hex() not in chunk_files(root)
@@ -140,24 +143,25 @@ async def test_a15_direct_io_that_only_opens(tmp_path: Path, caplog: pytest.LogC
 
     https://github.com/vllm-project/vllm/pull/43674
 
-    Of the kind: 3 KiB from memory that is aligned to nothing, on the disk at hand, on tmpfs and on overlay; memory that
-    is aligned by chance; one warning for each tier, not for each chunk.
+    Of the kind: 3 and 9 KiB from memory that is aligned to nothing, on the disk at hand, on tmpfs and on overlay;
+    memory that is aligned by chance; one warning for each tier, not for each chunk.
     """
     with small_disk(tmp_path / "tmpfs"), _overlay(tmp_path) as overlay:
         for root in (tmp_path / "disk", tmp_path / "tmpfs" / "root", overlay / "root"):
             caplog.clear()
             async with fs_kit.opened(root) as tier:
-                chunks = [fs_kit.chunk_of(i, 3 << 10) for i in range(8)]
+                chunks = [fs_kit.chunk_of(i, nbytes) for i, nbytes in enumerate([3 << 10, 9 << 10] * 4)]
                 memory = bytearray(16 * 4096)
                 for i, chunk in enumerate(chunks):
                     at = i * 8191 % 4096 + 1 + i
-                    memory[at : at + chunk.nbytes] = fs_kit.payload_of(chunk.key, chunk.nbytes)
+                    payload = fs_kit.payload_of(chunk.key, chunk.nbytes)
+                    memory[at : at + chunk.nbytes] = payload
                     (outcome,) = await tier.write([(chunk, memoryview(memory)[at : at + chunk.nbytes])])
                     assert outcome.ok, (root, outcome)
                     target = bytearray(12000)
-                    (outcome,) = await tier.read([(chunk.key, memoryview(target)[3:8003])])
+                    (outcome,) = await tier.read([(chunk.key, memoryview(target)[3:11003])])
                     assert outcome.ok
-                    assert bytes(target[3:8003]) == fs_kit.payload_of(chunk.key, 3 << 10) + bytes(8000 - (3 << 10))
+                    assert bytes(target[3:11003]) == payload + bytes(11000 - chunk.nbytes)
                 assert litter(root) == []
             assert len(caplog.records) <= 1, caplog.text
 
@@ -188,7 +192,7 @@ async def _no_directory_is_read(faults: Faults, root: str) -> None:
             await keep(cache, [1000 + n] * 20)
             await settle(cache)
         await forget_primary(cache)
-        lists = faults.add("list", path=root)
+        lists = faults.add("list", path=f"{root}/")  # the heartbeat looks at the root itself
         calls = faults.add("open", "stat", path=f"{root}/")
         for n in range(40):
             assert await fetch(cache, [1000 + n] * 20) == 10
@@ -329,6 +333,15 @@ async def _refused_in_mid_write(faults: Faults, root: str) -> None:
             await keep(cache, tokens)
             await forget_primary(cache)
             assert await fetch(cache, tokens) == 8
+        rule = faults.add("write", path=".part", error=errno.EDQUOT, count=6)
+        for n in range(20):  # a quota, of which the file system's own numbers say nothing
+            await keep(cache, [100 + n] * 2)
+            await cache.wait_idle(20)
+            assert not cache.statistics()["fs"].broken
+        assert rule.n_struck == 6 and rule.n_seen == 20
+        rule.remove()
+        await forget_primary(cache)
+        assert sum([await fetch(cache, [100 + n] * 2) for n in range(20)]) == 14
 
 
 async def test_a41_the_disk_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

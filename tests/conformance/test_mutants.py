@@ -1,4 +1,4 @@
-"""The list of planted bugs is true, and the eight that must never be are found; ``nox -s mutants`` runs them all."""
+"""The list of planted bugs is true, and the twelve that must never be are found; ``nox -s mutants`` runs them all."""
 
 from __future__ import annotations
 

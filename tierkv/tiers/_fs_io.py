@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOUCH_AFTER_S: Final = 60.0
 """A read renews the file's time if it is older than this: recency that survives a kill, at one inode write a minute."""
 Identity = tuple[int, int]

@@ -1,0 +1,244 @@
+"""Guarded behaviours, taken away one at a time: at least one case turns red of each. Run by :mod:`tests.mutants`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+FLOW: Final = "tierkv/_flow.py"
+HIERARCHY: Final = "tierkv/_hierarchy.py"
+LEASE: Final = "tierkv/_lease.py"
+LEVEL: Final = "tierkv/_level.py"
+MOVER: Final = "tierkv/_mover.py"
+BOOKS: Final = "tierkv/tiers/_fs_books.py"
+IO: Final = "tierkv/tiers/_fs_io.py"
+LIST: Final = "tierkv/tiers/_fs_list.py"
+OPS: Final = "tierkv/tiers/_fs_ops.py"
+SCAN: Final = "tierkv/tiers/_fs_scan.py"
+NAMESPACE: Final = "tierkv/namespace.py"
+
+
+def _hunt(file: str, case: str) -> str:
+    return f"pytest tests/cases/test_{file}.py -k test_{case}_"
+
+
+GUARDED: Final = [
+    (
+        "only frequent chunks are victims",
+        "tierkv/policies/_queues.py",
+        "        yield from young\n",
+        "",
+        _hunt("eviction", "a01"),
+    ),
+    (
+        "a parent is not linked to its chunk",
+        "tierkv/policies/lru.py",
+        "                    before.n_children += 1\n                    before = seat\n                    continue\n",
+        "                    before = seat\n                    continue\n",
+        _hunt("eviction", "a02"),
+    ),
+    (
+        "a rewrite is charged beside what it replaces",
+        BOOKS,
+        "            self._writing_nbytes -= nbytes\n            self._drop(key)\n",
+        "            self._writing_nbytes -= nbytes\n",
+        _hunt("eviction", "a03"),
+    ),
+    (
+        "what did not come stays pinned",
+        LEASE,
+        "        self.unpin(entries[n_ready:])\n",
+        "",
+        _hunt("sharing_room", "a04"),
+    ),
+    (
+        "a key twice in one offer takes two slots",
+        HIERARCHY,
+        "            elif key in fresh:\n                n_twice += 1\n",
+        "",
+        _hunt("sharing_room", "a05"),
+    ),
+    (
+        "what has vanished is still believed to be there",
+        FLOW,
+        "            source.stored = False\n            self._leave(level, source, reason_of(outcome))\n",
+        "            source.stored = True\n",
+        _hunt("flow", "a06"),
+    ),
+    (
+        "a read that failed is tried again for its asker",
+        LEASE,
+        "                if failed or self._driver",
+        "                if self._driver",
+        _hunt("disk", "a14"),
+    ),
+    (
+        "waiting requests may take every slot",
+        LEASE,
+        "return max(0, n_slots - reserve - ledger",
+        "return max(0, n_slots - ledger",
+        _hunt("flow", "a11"),
+    ),
+    (
+        "a queue has no end",
+        FLOW,
+        "        if level.queued_nbytes + charge > level.plan.queue_nbytes:\n",
+        "        if False:\n",
+        _hunt("flow", "a12"),
+    ),
+    (
+        "a restart does not trim",
+        SCAN,
+        "        if excess <= 0:\n            return listed, excess\n",
+        "        return listed, excess\n",
+        _hunt("disk", "a13"),
+    ),
+    (
+        "an unreadable file is put away",
+        OPS,
+        '                self._tally.add("failed_reads")\n',
+        '                self._tally.add("failed_reads")\n                self._put_away(key, owner, None)\n',
+        _hunt("disk", "a46"),
+    ),
+    (
+        "a short read is the file's fault",
+        IO,
+        "            if os.fstat(fd).st_size == found.st_size:",
+        "            if False:",
+        _hunt("disk", "a14"),
+    ),
+    (
+        "memory that is not aligned cannot be written",
+        IO,
+        (
+            "                if os.pwritev(fd, parts, 0) == total:\n                    return\n"
+            "            except OSError as error:\n                if error.errno != errno.EINVAL:\n"
+        ),
+        (
+            "                if os.pwritev(fd, parts, 0) == total:\n                    return\n"
+            "            except OSError as error:\n                if error.errno:\n"
+        ),
+        _hunt("disk", "a15"),
+    ),
+    (
+        "a file that is gone cannot be deleted",
+        IO,
+        "            unlink(name, leaf_fd)\n        except FileNotFoundError:\n            return False\n",
+        "            unlink(name, leaf_fd)\n        except IsADirectoryError:\n            return False\n",
+        _hunt("disk", "a17"),
+    ),
+    (
+        "unfinished files of the living are swept",
+        LIST,
+        "                    orphan = self._adopt_orphans and parsed.owner not in self._known\n",
+        "                    orphan = parsed.is_part and unlink_quietly(name, leaf_fd)\n",
+        _hunt("restart", "a18"),
+    ),
+    (
+        "unfinished files of the dead stay",
+        LIST,
+        "        self._tally.add(what)\n        unlink_quietly(name, leaf_fd)\n",
+        "        self._tally.add(what)\n",
+        _hunt("restart", "a18"),
+    ),
+    (
+        "payloads are not checked",
+        IO,
+        "        if checksum(buffer[:nbytes]) != header.checksum:\n",
+        "        if False:\n",
+        _hunt("restart", "a19"),
+    ),
+    (
+        "a header may be another chunk's",
+        IO,
+        "        if header.chunk.key != key or header.namespace_digest != self._digest:\n",
+        "        if False:\n",
+        _hunt("restart", "a19"),
+    ),
+    (
+        "names are folded to lower case",
+        NAMESPACE,
+        'value.encode("utf-8", "surrogatepass")',
+        'value.lower().encode("utf-8", "surrogatepass")',
+        _hunt("keys", "a24"),
+    ),
+    (
+        "an adapter is no part of the first key",
+        "tierkv/chunkers.py",
+        "        key = self._seed(extra)\n",
+        '        key = self._seed(b"")\n',
+        _hunt("keys", "a23"),
+    ),
+    (
+        "an eviction is not announced",
+        FLOW,
+        "            for entry in gone:\n                self._emit(level, EventKind.REMOVED",
+        "            for entry in gone[:0]:\n                self._emit(level, EventKind.REMOVED",
+        _hunt("telling", "a31"),
+    ),
+    (
+        "a refused write is not counted",
+        FLOW,
+        "            level.counts.refuse(reason)\n            return None\n",
+        "            return None\n",
+        _hunt("telling", "a32"),
+    ),
+    (
+        "the slot of a store that a reset overtook is lost",
+        HIERARCHY,
+        "                self._writer_ended(level, entry)\n            else:\n                stored.append(entry)\n",
+        "                pass\n            else:\n                stored.append(entry)\n",
+        _hunt("telling", "a33"),
+    ),
+    (
+        "a reset leaves what the scan has yet to find",
+        HIERARCHY,
+        "                level.purging, level.n_quiet = True, 0\n",
+        "                level.n_quiet = 0\n",
+        _hunt("keys", "a34"),
+    ),
+    ("links are followed", IO, "_SAFE: Final = os.O_NOFOLLOW | ", "_SAFE: Final = ", _hunt("security", "a40")),
+    (
+        "a umask decides who may read",
+        IO,
+        "                os.fchmod(fd, 0o600)\n",
+        "                pass\n",
+        _hunt("security", "a37"),
+    ),
+    (
+        "a full disk closes the tier",
+        MOVER,
+        "    return outcome.status is not Status.FAILED\n",
+        "    return outcome.status is not Status.FAILED and outcome.reason is not Reason.NO_SPACE\n",
+        _hunt("disk", "a41"),
+    ),
+    (
+        "a failed write leaves what it wrote",
+        IO,
+        "            if not unlink_quietly(part, leaf_fd) and is_whole_part:\n",
+        "            if False:\n",
+        _hunt("disk", "a41"),
+    ),
+    (
+        "a reserve smaller than a chunk costs one",
+        LEVEL,
+        "            high = low = 0\n",
+        "            pass\n",
+        _hunt("settings", "a44"),
+    ),
+    (
+        "a yes is a number of threads",
+        "tierkv/settings.py",
+        "    if isinstance(value, bool) or not",
+        "    if not",
+        _hunt("settings", "a45"),
+    ),
+]
+"""Name, file, what stands there, what is planted, and the case that must turn red."""
+
+CI: Final = (
+    "payloads are not checked",
+    "only frequent chunks are victims",
+    "waiting requests may take every slot",
+    "a refused write is not counted",
+)
+"""The quick ones among those that would hurt most."""
