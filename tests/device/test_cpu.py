@@ -195,6 +195,40 @@ def test_large_gaps_are_zeroed_beside_the_copy():
     assert slots[0].all()
 
 
+class Accelerator(cpu.CpuRuntime):
+    """Host memory that behaves as an accelerator's: copies to pageable memory block whoever submits them."""
+
+    blocks_on_pageable = True
+
+
+@pytest.mark.parametrize("has_pinned", [True, False])
+def test_slots_that_cannot_be_locked_go_through_a_ring(monkeypatch, caplog, has_pinned):
+    """If the device has pinned memory for one, else straight: a warning names the way, and every byte comes back."""
+    if not has_pinned:
+
+        def none_left(self, nbytes, /):
+            raise TierError("device", "none left")
+
+        monkeypatch.setattr(Accelerator, "alloc_host", none_left)
+    tensors, slots = SHAPE.tensors(), dirty_slots(8, SHAPE.nbytes)
+    want = tensors[0].copy()
+    tier = DeviceTier(blocks_per_chunk=2, runtime=Accelerator())
+    tier.register_pages(tensors, SHAPE.layout())
+    tier.bind(HostSlots.over(slots.data.cast("B"), SHAPE.nbytes))
+    tier.submit(Direction.STORE, [4, 5], [3])
+    tier.wait()
+    tensors[0][4:6] = 0
+    tier.submit(Direction.LOAD, [4, 5], [3])
+    tier.wait()
+    assert [done.error for done in tier.poll()] == [None, None]
+    np.testing.assert_array_equal(tensors[0], want)
+    assert tier.stats().slots.value == "pageable"
+    assert ("staged" in tier.stats().path) is has_pinned
+    assert ("no pinned memory" in caplog.text) is not has_pinned
+    assert "cannot page-lock the 8 slots" in caplog.text
+    tier.close()
+
+
 class TestAwaiting:
     """The same engine for asyncio: a thread sleeps until there is something to look at."""
 

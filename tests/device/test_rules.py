@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tierkv.device
 from tests.device.planted import ENGINE_BUGS, SCHEDULER_BUGS, StoreWithoutProducer, WaitsForTheDevice
 from tests.device.workload import N_BLOCKS, N_SLOTS, SimMachine, Workload
-from tierkv.device import HostKind, HostSlots, TransferEngine
+from tierkv.device import HostKind, HostSlots, TransferEngine, staging
 from tierkv.device.runtime import Direction
 from tierkv.errors import ClosedError, TierError
 from tierkv.testing.simdevice import RaceError, SimSchedule, overlaps
@@ -125,6 +125,49 @@ def test_pageable_slots_are_copied_from_threads(seed):
     assert work.finish() == []
     assert names <= {"tierkv-store", "tierkv-load"} and names
     work.m.engine.close()
+
+
+class TestStaging:
+    """Pageable slots by way of a pinned ring: the same bytes, with halves that hold few pairs or all of them."""
+
+    @pytest.mark.parametrize("half_nbytes", [320, 1000, 1 << 16], ids=["one pair", "a few", "all"])
+    def test_every_byte(self, half_nbytes):
+        """Whole workloads: no race with a half that is still read, every byte right, the submitter never waits."""
+        for seed in range(6):
+            work = workload(seed, list(SimSchedule)[seed], host=HostKind.PAGEABLE, staged_nbytes=half_nbytes)
+            assert work.run() == [], seed
+            assert work.n_stored and not work.errors
+            check_at_rest(work)
+            assert "staged" in work.m.engine.stats().path
+            assert work.m.runtime.n_calls["copy_batch"] > 0
+            work.m.engine.close()
+
+    def test_a_pair_that_is_longer_than_a_half_goes_without(self):
+        """A page of 300 bytes and halves of 256: the batch is left to the device."""
+        work = workload(1, SimSchedule.RANDOM, host=HostKind.PAGEABLE, staged_nbytes=256)
+        assert work.run() == []
+        assert work.n_stored and work.n_loaded
+        work.m.engine.close()
+
+    def test_a_half_that_is_used_again_too_early_is_seen(self, monkeypatch):
+        """Without the wait for its event the next part overwrites what the device still reads."""
+        monkeypatch.setattr(staging._Half, "wait", lambda half: None)
+        for seed in range(6):
+            work = workload(seed, SimSchedule.RANDOM, host=HostKind.PAGEABLE, staged_nbytes=320)
+            with pytest.raises(RaceError):
+                work.run(200)
+            work.m.engine.close()
+
+    def test_faults(self):
+        """Every seventh call fails: what is committed is right, and a half is not used while a copy of it runs."""
+        for what in ("copy_batch", "record"):
+            for seed in range(4):
+                work = workload(seed, SimSchedule.RANDOM, host=HostKind.PAGEABLE, staged_nbytes=400)
+                work.m.runtime.fail(what, *range(7, 10_000, 7))
+                assert work.run() == [], (what, seed)
+                check_at_rest(work)
+                assert work.m.engine.stats().n_retried or work.errors
+                work.m.engine.close()
 
 
 class TestOverlap:

@@ -15,6 +15,7 @@ from tierkv.device.layout import DeviceLayout, PageRef
 from tierkv.device.lowering import Pages
 from tierkv.device.runtime import Direction, HostKind, Memory
 from tierkv.device.slots import HostSlots
+from tierkv.device.staging import StagedRuntime
 from tierkv.testing.simdevice import SimDevice, SimRuntime, SimSchedule
 
 N_BLOCKS, N_SLOTS = 64, 6
@@ -36,6 +37,7 @@ class SimMachine:
         races: str = "raise",
         engine: type[TransferEngine] = TransferEngine,
         host: HostKind = HostKind.PINNED,
+        staged_nbytes: int = 0,
     ) -> None:
         self.sim = SimDevice(seed, schedule, races=races)  # type: ignore[arg-type]
         self.runtime = SimRuntime(self.sim)
@@ -57,7 +59,8 @@ class SimMachine:
             self.slots = HostSlots([memory], stride, N_SLOTS)
             if host is HostKind.REGISTERED:
                 assert self.slots.register(self.runtime)
-        self.engine = engine(self.runtime, self.layout, self.pages, self.slots)
+        runtime = StagedRuntime(self.runtime, half_nbytes=staged_nbytes) if staged_nbytes else self.runtime
+        self.engine = engine(runtime, self.layout, self.pages, self.slots)
 
     def page(self, tensor: int, block: int) -> tuple[int, int]:
         """Address and used length."""

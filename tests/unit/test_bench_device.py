@@ -121,17 +121,19 @@ class _Pin:
 
 @pytest.mark.parametrize("offers", [(), ("pinned",), ("registered",), ("pinned", "registered")])
 def test_what_a_device_does_not_offer_is_left_out(monkeypatch: pytest.MonkeyPatch, offers: Sequence[str]) -> None:
-    """Pinned, registered and pageable, as offered; the first of them is what an engine uses."""
+    """Pinned, registered, staged and pageable, as offered; the first of them is what an engine uses."""
     monkeypatch.setattr(Accelerator, "offers", frozenset(map(HostKind, offers)))
     monkeypatch.setattr(device_measure, "open_runtime", lambda device: Accelerator())
     plan = _plan()
     measured = _measure(plan)
-    expected = [*offers, "pageable"]
+    expected = [*offers, *(["staged"] if "pinned" in offers else []), "pageable"]
     assert [(one.chunk_nbytes, one.kind) for one in measured] == [
         (size, kind) for size in (16 * KIB, 64 * KIB) for kind in expected
     ]
     assert choose(measured).kind == expected[0]
-    assert report_of(plan, measured).where == f"cpu, {expected[0]} host memory, a planted path"
+    path = "a planted path"
+    assert report_of(plan, measured).where == f"cpu, {expected[0]} host memory, {path}"
+    assert {one.path for one in measured if one.kind == "staged"} <= {f"{path}, staged through pinned memory"}
     assert len(report_of(plan, measured).tiers) == 2
 
 

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Copies chunks from the device's blocks to host memory and back, by the engine that serves, for each size of a chunk and
 each kind of host memory that the device offers: pinned (of its own allocator), registered (ordinary memory, page-locked
-afterwards), pageable (neither). Beside it one plain large copy. On a machine without an accelerator it measures host
-memory against memcpy. Stop whatever else uses the device."""
+afterwards), staged (ordinary memory by way of a little pinned memory), pageable (none of these). Beside it one plain
+large copy. On a machine without an accelerator it measures host memory against memcpy. Stop whatever else uses the
+device."""
 
 # Option: what it takes, its default, its default with --quick, what it is.
 _OPTIONS = {

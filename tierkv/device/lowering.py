@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierkv.device.layout import DeviceLayout, GroupCopy, Place
-from tierkv.device.runtime import CopyBatch, Direction, Memory, Strip
+from tierkv.device.runtime import CopyBatch, DeviceRuntime, Direction, Memory, Strip
 from tierkv.device.slots import HostSlots, bytes_at
 from tierkv.errors import TierError
 
@@ -24,6 +24,39 @@ class Pages(NamedTuple):
     n_blocks: int
     page_nbytes: int
     row_nbytes: int
+
+
+def pages_of(runtime: DeviceRuntime, tensor: Any) -> Pages:
+    """A page view of torch's or numpy's kind. Raises TierError if it lies on another device."""
+    n_blocks, page_nbytes = tensor.shape
+    row_nbytes = max(_strides(tensor)[0], int(page_nbytes))  # one block has no distance to the next
+    return Pages(runtime.memory(tensor), int(n_blocks), int(page_nbytes), int(row_nbytes))
+
+
+def check_page_views(tensors: Sequence[Any], page_nbytes: Sequence[int]) -> None:
+    """Raises TierError if one is not ``[n_blocks, page_nbytes]`` of one-byte elements with pages in one piece."""
+    for index, (tensor, nbytes) in enumerate(zip(tensors, page_nbytes, strict=True)):
+        _check_page_view(index, tensor, nbytes)
+
+
+def _check_page_view(index: int, tensor: Any, page_nbytes: int) -> None:
+    shape = tuple(tensor.shape)
+    fits = len(shape) == 2 and shape[1] == page_nbytes and _item_nbytes(tensor) == 1 and _strides(tensor)[1] == 1
+    if not fits or (shape[0] > 1 and _strides(tensor)[0] < page_nbytes):
+        raise TierError(
+            "device",
+            f"tensor {index} is {tensor.dtype} {list(shape)} with strides {list(_strides(tensor))}, "
+            f"but must be int8 [n_blocks, {page_nbytes}] with pages in one piece",
+        )
+
+
+def _strides(tensor: Any) -> tuple[int, ...]:
+    """In elements, which are bytes here."""
+    return tuple(tensor.stride()) if callable(getattr(tensor, "stride", None)) else tuple(tensor.strides)
+
+
+def _item_nbytes(tensor: Any) -> int:
+    return int(tensor.element_size()) if hasattr(tensor, "element_size") else int(tensor.itemsize)
 
 
 class DescriptorPool:

@@ -19,6 +19,7 @@ from tierkv.device.layout import DeviceLayout, PageRef
 from tierkv.device.lowering import Pages
 from tierkv.device.runtime import DeviceRuntime, Direction, HostKind, open_runtime
 from tierkv.device.slots import HostSlots
+from tierkv.device.staging import StagedRuntime
 from tierkv.errors import TierError
 
 
@@ -45,11 +46,17 @@ def best_device() -> str:
     return f"{found.type}:{torch.accelerator.current_device_index()}"
 
 
-def kinds_of(device: str) -> list[HostKind]:
+STAGED = "staged"
+"""Pageable memory by way of a pinned ring: what the device tier does where it can lock no slots."""
+
+
+def kinds_of(device: str) -> list[str]:
     """The kinds of host memory worth telling apart there; whether each is offered, :func:`open_lane` says."""
     runtime = open_runtime(device)
     try:
-        return [*HostKind] if runtime.blocks_on_pageable else [HostKind.PAGEABLE]
+        if not runtime.blocks_on_pageable:
+            return [HostKind.PAGEABLE]
+        return [HostKind.PINNED, HostKind.REGISTERED, STAGED, HostKind.PAGEABLE]
     finally:
         runtime.close()
 
@@ -106,12 +113,12 @@ class Lane:
         return took_s
 
 
-def open_lane(device: str, kind: HostKind, *, chunk_nbytes: int, page_nbytes: int, n_chunks: int) -> Lane | None:
+def open_lane(device: str, kind: str, *, chunk_nbytes: int, page_nbytes: int, n_chunks: int) -> Lane | None:
     """Memory on both sides, of ``n_chunks`` chunks; None if the device has no such kind of host memory.
 
     Args:
         device: as for :func:`tierkv.device.open_runtime`.
-        kind: the host memory.
+        kind: the host memory, one of :func:`kinds_of`.
         chunk_nbytes: a multiple of ``page_nbytes`` and of 4096.
         page_nbytes: bytes of a block in one tensor.
         n_chunks: how many.
@@ -122,6 +129,12 @@ def open_lane(device: str, kind: HostKind, *, chunk_nbytes: int, page_nbytes: in
     runtime = open_runtime(device)
     slots = None
     try:
+        if kind == STAGED:
+            try:
+                runtime = StagedRuntime(runtime)
+            except TierError:
+                runtime.close()
+                return None
         slots = _slots(runtime, kind, n_chunks, chunk_nbytes)
         if slots is None:
             runtime.close()
@@ -164,15 +177,15 @@ class Plain:
         return time.perf_counter() - began_s
 
 
-def _slots(runtime: DeviceRuntime, kind: HostKind, n_slots: int, stride_nbytes: int) -> HostSlots | None:
-    if kind is HostKind.PINNED:
+def _slots(runtime: DeviceRuntime, kind: str, n_slots: int, stride_nbytes: int) -> HostSlots | None:
+    if kind == HostKind.PINNED:
         try:
             return HostSlots.allocate(runtime, n_slots, stride_nbytes)
         except TierError:
             return None
     mapped = mmap.mmap(-1, n_slots * stride_nbytes)
     slots = HostSlots.over(memoryview(mapped), stride_nbytes)
-    if kind is HostKind.REGISTERED and not slots.register(runtime):
+    if kind == HostKind.REGISTERED and not slots.register(runtime):
         return None
     return slots
 

@@ -11,9 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from tierkv.device.engine import CopyDone, CopyJob, EngineStats, EngineThread, TransferEngine
 from tierkv.device.layout import DeviceLayout, GroupCopy
-from tierkv.device.lowering import Pages
+from tierkv.device.lowering import Pages, check_page_views, pages_of
 from tierkv.device.runtime import DeviceRuntime, Direction, open_runtime
 from tierkv.device.slots import HostSlots
+from tierkv.device.staging import StagedRuntime
 from tierkv.errors import ChunkSizeError, ClosedError, ConfigError, TierError
 from tierkv.protocols import HostTier, PortJob
 from tierkv.settings import parse_count
@@ -112,13 +113,9 @@ class DeviceTier:
             raise TierError("device", "KV tensors were registered already")
         if not tensors or len(tensors) != len(layout.page_nbytes):
             raise TierError("device", f"{len(tensors)} tensors for a layout of {len(layout.page_nbytes)}")
-        for index, tensor in enumerate(tensors):
-            _check_page_view(index, tensor, layout.page_nbytes[index])
+        check_page_views(tensors, layout.page_nbytes)
         self._runtime = self._given or open_runtime(getattr(tensors[0], "device", "cpu"))
-        self._pages = [
-            Pages(self._runtime.memory(tensor), int(tensor.shape[0]), int(tensor.shape[1]), _row_nbytes(tensor))
-            for tensor in tensors
-        ]
+        self._pages = [pages_of(self._runtime, tensor) for tensor in tensors]
         self.n_blocks = min(pages.n_blocks for pages in self._pages)
         self._layout = layout
 
@@ -139,14 +136,17 @@ class DeviceTier:
     def bind(self, slots: HostSlots) -> None:
         """Copy to and from these slots from now on; they are page-locked if the device can do that."""
         layout = self._registered()
-        if not slots.register(self.runtime) and self.runtime.blocks_on_pageable:
+        runtime = self.runtime
+        if not slots.register(runtime) and runtime.blocks_on_pageable:
+            runtime = _staged(runtime)
             logger.warning(
-                "%s cannot page-lock the %d slots in host memory: copies go through threads of their own, slower",
-                self.runtime.name,
+                "%s cannot page-lock the %d slots in host memory: copies go through threads of their own, by %s",
+                runtime.name,
                 slots.n_slots,
+                runtime.path,
             )
-        self._engine = TransferEngine(self.runtime, layout, self._pages, slots)
-        logger.info("%s: copies by %s, slots %s", self.runtime.name, self.runtime.path, slots.kind.value)
+        self._engine = TransferEngine(runtime, layout, self._pages, slots)
+        logger.info("%s: copies by %s, slots %s", runtime.name, runtime.path, slots.kind.value)
 
     def attach(self, primary: HostTier, stride_nbytes: int) -> None:
         """Bind to the slots of an open primary. Raises ConfigError if they do not lie in one piece."""
@@ -347,6 +347,15 @@ class DeviceTier:
                 future.set_result(done)
 
 
+def _staged(runtime: DeviceRuntime) -> DeviceRuntime:
+    """The device with a ring of pinned memory before it, if it has some."""
+    try:
+        return StagedRuntime(runtime)
+    except TierError as error:
+        logger.warning("%s has no pinned memory for staging: %s", runtime.name, error)
+        return runtime
+
+
 async def uncancelled_future(future: asyncio.Future[CopyDone]) -> CopyDone:
     """Wait for a copy to its end even if the caller is cancelled meanwhile; the cancellation is re-raised then."""
     cancelled: asyncio.CancelledError | None = None
@@ -365,27 +374,3 @@ def _sleep_then(call: tuple[Callable[[], None], asyncio.AbstractEventLoop, Calla
     sleep()
     with contextlib.suppress(RuntimeError):  # the loop ended before the copy did; close() still waits for the copy
         loop.call_soon_threadsafe(woken)
-
-
-def _check_page_view(index: int, tensor: Any, page_nbytes: int) -> None:
-    shape = tuple(tensor.shape)
-    fits = len(shape) == 2 and shape[1] == page_nbytes and _item_nbytes(tensor) == 1 and _strides(tensor)[1] == 1
-    if not fits or (shape[0] > 1 and _strides(tensor)[0] < page_nbytes):
-        raise TierError(
-            "device",
-            f"tensor {index} is {tensor.dtype} {list(shape)} with strides {list(_strides(tensor))}, "
-            f"but must be int8 [n_blocks, {page_nbytes}] with pages in one piece",
-        )
-
-
-def _row_nbytes(tensor: Any) -> int:
-    return max(_strides(tensor)[0], int(tensor.shape[1]))  # one block has no distance to the next
-
-
-def _strides(tensor: Any) -> tuple[int, ...]:
-    """In elements, which are bytes here."""
-    return tuple(tensor.stride()) if callable(getattr(tensor, "stride", None)) else tuple(tensor.strides)
-
-
-def _item_nbytes(tensor: Any) -> int:
-    return int(tensor.element_size()) if hasattr(tensor, "element_size") else int(tensor.itemsize)
