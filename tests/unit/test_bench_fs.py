@@ -208,6 +208,24 @@ def test_without_direct_io_it_compares_with_the_page_cache(tmp_path: Path, monke
     assert fs_report(plan, [one]).details["direct"] is False
 
 
+@pytest.mark.parametrize("where", ["full", "gone"])
+def test_output_that_nobody_takes_is_no_traceback(tmp_path: Path, where: str) -> None:
+    """A full disk behind the report is one sentence, a reader that has gone none; both end in 1, with all removed."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "wb") as full:
+        run = subprocess.run(
+            _command(tmp_path, *SMALL, "--json"),
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=full if where == "full" else writing,
+            stderr=subprocess.PIPE, text=True, timeout=50, check=False,
+        )  # fmt: skip
+    os.close(writing)
+    said = [line for line in run.stderr.splitlines() if not line.startswith("... ")]
+    assert run.returncode == 1
+    assert said == (["tierkv bench fs: [Errno 28] No space left on device"] if where == "full" else [])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_stopped_run_removes_what_it_wrote(tmp_path: Path) -> None:
     """SIGTERM in the middle of it: exit code 130, one sentence, an empty directory."""
     with subprocess.Popen(

@@ -59,8 +59,8 @@ class FSView(ProgressView):
         self._plan = plan
         self._results: list[Measured] = []
         self.console.print(
-            f"{plan.root}: {format_size(plan.size_nbytes)} a measurement, {plan.n_rounds} rounds; in GB/s of 10^9 "
-            "bytes; x is the tier's part of plain files in the same round"
+            f"{plan.root}: at most {format_size(plan.payload_nbytes)} a measurement, {plan.n_rounds} rounds; GB/s of "
+            "10^9 bytes; x is the tier's part of plain files in the same round"
         )
 
     def step(self, cell: Cell) -> None:

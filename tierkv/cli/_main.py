@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both ways to stop clean up after themselves
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()  # a full disk behind it, or a reader that has gone, shows here and not after us
+        return code
     except TierKVError as error:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else WRONG
@@ -37,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{arguments.prog}: {error.name} is not installed; the extras cli, fs and torch bring it", file=sys.stderr
         )
         return USAGE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it once more
+        return WRONG
+    except OSError as error:
+        print(f"{arguments.prog}: {error}", file=sys.stderr)
+        return WRONG
     except KeyboardInterrupt:
         print(f"{arguments.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
