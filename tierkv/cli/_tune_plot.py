@@ -155,7 +155,7 @@ def _page(report: Mapping[str, Any], svg: str) -> str:
 
 
 def _draw_png(report: Mapping[str, Any], path: str) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - the extra plot
+    from matplotlib.figure import Figure  # noqa: PLC0415 - the extra plot  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(_WIDTH / 100, _HEIGHT / 100), layout="constrained")
     axes = figure.add_subplot()

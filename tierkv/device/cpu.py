@@ -241,5 +241,5 @@ def _rows(address: int, memory_nbytes: int, nbytes: int) -> Any:
 
     A view costs as much as copying a few rows. It keeps no memory alive, nor is it used without its batch, which does.
     """
-    whole = (ctypes.c_uint8 * memory_nbytes).from_address(address)
+    whole = memoryview((ctypes.c_uint8 * memory_nbytes).from_address(address))
     return np.ndarray((memory_nbytes - nbytes + 1,), np.dtype((np.void, nbytes)), whole, 0, (1,))

@@ -117,7 +117,7 @@ def address_of(buffer: memoryview) -> int:
 
 def bytes_at(memory: Memory) -> Any:
     """The memory as an array of ``uint8``, whatever its owner is. Valid as long as the owner lives."""
-    return np.frombuffer((ctypes.c_uint8 * memory.nbytes).from_address(memory.address), np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * memory.nbytes).from_address(memory.address)), np.uint8)
 
 
 def _release(pins: list[Pin]) -> None:
