@@ -61,6 +61,7 @@ class Hierarchy(Room):
     Args:
         plans: the levels, fastest first; the first must have slots.
         record_events: keep events for :meth:`take_events`; off by default, since untaken events would pile up.
+        evicts_ahead: free a few slots more than needed, in one go; up to a thousandth of the primary.
     """
 
     # -- asking -------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ _MOST_AHEAD, _AHEAD_SHIFT = 64, 10
 class Room(Flow):
     """The part of :class:`~tierkv._hierarchy.Hierarchy` that finds slots."""
 
-    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False) -> None:
+    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False, evicts_ahead: bool = True) -> None:
         super().__init__(plans, record_events=record_events)
-        self._n_ahead = min(_MOST_AHEAD, (plans[0].n_slots or 0) >> _AHEAD_SHIFT)
+        self._n_ahead = min(_MOST_AHEAD, (plans[0].n_slots or 0) >> _AHEAD_SHIFT) if evicts_ahead else 0
 
     def _take_primary(
         self, wanted: Sequence[Chunk], request: Sequence[Chunk], shielded: Collection[ChunkKey]

@@ -65,7 +65,7 @@ def replay(trace: Trace, job: Job, progress: Callable[[int], object] = lambda _:
         ConfigError: the order cannot be made from its text.
     """
     clock = Clock(trace.times_s)
-    hierarchy = Hierarchy(_plans(job, clock))
+    hierarchy = Hierarchy(_plans(job, clock), evicts_ahead=False)
     step = _Step(hierarchy, trace.header.tokens_per_block * job.blocks_per_chunk)
     for index, (n_tokens, chunks) in enumerate(_requests(trace, job)):
         clock.index = index
@@ -91,7 +91,7 @@ class Clock:
 
 
 def _plans(job: Job, clock: Clock) -> list[LevelPlan]:
-    """Levels of chunks of one byte, that hold what their capacity says: no level below keeps a part of it free."""
+    """Levels of chunks of one byte, that hold what their capacity says: no level keeps a part of it free."""
 
     def order(n_chunks: int) -> Any:
         return parse_policy("--policies", told(job.policy, n_chunks), clock=clock)
