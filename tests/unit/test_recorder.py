@@ -173,6 +173,7 @@ def test_a_full_disk_ends_it_with_one_warning(
     assert (recorder.n_recorded, recorder.n_dropped) == (1, 5)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left on device" in caplog.text
+    assert (tmp_path / "trace.jsonl").read_bytes().endswith(b"}\n")
     assert len(read_traces("TRACE", [tmp_path / "trace.jsonl"])) == 1
 
 
@@ -204,25 +205,44 @@ def test_a_path_that_cannot_be_written_is_a_warning(
 
 
 def test_who_records_never_waits(start: Callable[..., TraceRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the file hangs, requests are remembered up to a bound and then dropped; closing gives up in time."""
-    hanging, entered = threading.Event(), threading.Event()
+    """While the file hangs, requests are remembered up to a bound and then dropped, until it goes on."""
+    hanging, entered, drained = (threading.Event() for _ in range(3))
+    n_written = 0
 
     def hang(*_: object) -> bool:
+        nonlocal n_written
         entered.set()
         hanging.wait(30)
+        n_written += 1
+        if n_written == 10:
+            recorder._waiting.append((0.0, 0, ()))  # the next one is met only when this one has been counted
+        elif n_written == 11:
+            drained.set()
         return True
 
     recorder = start()
     monkeypatch.setattr(recorder._file, "append", hang)
-    monkeypatch.setattr(module, "_CLOSING_S", 0.05)
     monkeypatch.setattr(module, "_MOST_WAITING", 100)
     assert recorder.record(TOKENS, keys_of("first", 10))
     assert entered.wait(10)
     taken = [recorder.record(TOKENS, keys_of(str(i), 10)) for i in range(20)]
     assert taken == [True] * 9 + [False] * 11
     assert recorder.n_dropped == 11
-    recorder.close()
     hanging.set()
-    assert recorder._thread is not None
+    assert drained.wait(10)
+    assert recorder.record(TOKENS, keys_of("again", 100))
+    assert recorder.n_dropped == 11
+
+
+def test_closing_does_not_wait_for_ever(start: Callable[..., TraceRecorder], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that hangs delays the end by the bound and no longer, whatever waits."""
+    hanging = threading.Event()
+    recorder = start()
+    monkeypatch.setattr(recorder._file, "append", lambda *_: hanging.wait(30))
+    monkeypatch.setattr(module, "_CLOSING_S", 0.05)
+    recorder.record(TOKENS, keys_of("a", 1))
+    recorder.close()
+    assert recorder._thread is not None and recorder._thread.is_alive()
+    assert not recorder.record(TOKENS, keys_of("late", 1))
+    hanging.set()
     recorder._thread.join(10)
-    assert recorder.n_recorded == 10

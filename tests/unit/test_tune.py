@@ -97,6 +97,14 @@ def test_a_replay_counts_what_a_plain_lru_counts(percent: int, trace: Trace) -> 
         assert result.n_hit_blocks == plain.n_hit_blocks
 
 
+def test_a_hit_is_no_longer_than_the_prompt() -> None:
+    """The last block of a prompt, filled in part, counts for the tokens that are in it."""
+    trace = read_traces("TRACE", [io.BytesIO(2 * LINE.encode())])
+    assert replay(trace, Job("lru", 2)).n_hit_tokens == endless_hit_tokens(trace) == 600
+    assert replay(trace, Job("lru", 2, 2)).n_hit_tokens == 600
+    assert replay(trace, Job("lru", 2, whole=True)).n_hit_tokens == 512
+
+
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_larger_chunks_are_a_coarser_trace(n: int, trace: Trace) -> None:
     """Chunks of n blocks hit what a trace of blocks n times as long hits, in as many bytes."""
