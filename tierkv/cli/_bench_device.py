@@ -26,6 +26,9 @@ afterwards), staged (ordinary memory by way of a little pinned memory), pageable
 large copy. On a machine without an accelerator it measures host memory against memcpy. Stop whatever else uses the
 device."""
 
+N_KINDS = 4
+"""Of host memory, at most."""
+
 # Option: what it takes, its default, its default with --quick, what it is.
 _OPTIONS = {
     "chunks": ("SIZES", "64KiB,256KiB,1MiB,8MiB", "64KiB,1MiB", "sizes of a chunk, multiples of 4 KiB"),
@@ -181,7 +184,7 @@ def _median(speeds: Sequence[Speeds]) -> Speeds:
 def choose(measured: Sequence[Measured]) -> Measured:
     """The smallest chunk with nearly the best speed both ways, in the first kind of host memory that is offered.
 
-    That is what an engine uses: its own allocator's if there is such memory, else registered, else pageable.
+    That is what a pool of one worker uses: the device's own if there is such memory, else registered, else staged.
     """
     mine = [one for one in measured if one.kind == measured[0].kind]
     best = [max(one.chunks[way] for one in mine) for way in range(2)]

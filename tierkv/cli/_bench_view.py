@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tierkv.cli._bench_device import DevicePlan
+from tierkv.cli._bench_device import N_KINDS, DevicePlan
 from tierkv.cli._bench_device import Measured as DeviceMeasured
 from tierkv.cli._bench_plan import CHUNK_PART, THREADS_PART, Cell, Choice, FSPlan, Measured, Speeds
 from tierkv.sizes import format_size
@@ -116,7 +116,7 @@ class DeviceView(ProgressView):
     """Shows one run of ``tierkv bench device``."""
 
     def __init__(self, plan: DevicePlan, *, quiet: bool) -> None:
-        super().__init__(3 * len(plan.chunks_nbytes), quiet=quiet)
+        super().__init__(N_KINDS * len(plan.chunks_nbytes), quiet=quiet)
         self._results: list[DeviceMeasured] = []
         self.console.print(
             f"{plan.device}: {format_size(plan.size_nbytes)} a measurement, pages of {format_size(plan.page_nbytes)}, "
@@ -136,7 +136,11 @@ class DeviceView(ProgressView):
     def advice(self, measured: Sequence[DeviceMeasured], choice: DeviceMeasured, settings: Mapping[str, Any]) -> None:
         """What follows from the table."""
         kinds = list(dict.fromkeys(one.kind for one in measured))
-        self.console.print(f"Copied by {choice.path}; offered: {', '.join(kinds)}; used: {choice.kind}.")
+        shared = next((kind for kind in kinds if kind != "pinned"), kinds[-1])
+        self.console.print(
+            f"Copied by {choice.path}; offered: {', '.join(kinds)}. In vLLM a private pool (CPUOffloadingSpec) is "
+            f"{kinds[0]} here, a shared one (TieringOffloadingSpec) {shared}."
+        )
         chunk = format_size(choice.chunk_nbytes)
         self.console.print(f"Chunks of {chunk} are the smallest with {CHUNK_PART:.0%} of the best speed both ways.")
         if settings:
