@@ -300,12 +300,31 @@ class TestFaults:
         slots.close()
         assert machine.runtime.n_pinned == 0
 
-    def test_memory_that_is_not_to_be_had(self):
-        """The second piece fails: the error says so, and nothing is left half made."""
+    def test_slots_are_locked_whole(self, monkeypatch):
+        """A limit that is no multiple of a slot: no slot lies in two locked ranges, and all lie in one."""
+        machine = SimMachine(0, host=HostKind.PAGEABLE)
+        stride, (piece,) = machine.slots.stride_nbytes, machine.slots.pieces
+        pin, locked = machine.runtime.pin, []
+
+        def noted(memory, /):
+            locked.append((memory.address - piece.address, memory.nbytes))
+            return pin(memory)
+
+        monkeypatch.setattr(machine.runtime, "pin", noted)
+        assert machine.slots.register(machine.runtime, piece_nbytes=2 * stride + 4096 * (stride > 4096) + 1)
+        assert [start for start, _ in locked] == [0, 2 * stride, 4 * stride]
+        assert all(nbytes == 2 * stride for _, nbytes in locked)
+        machine.engine.close()
+
+    def test_memory_that_is_not_to_be_had(self, monkeypatch):
+        """The second piece fails: the error says so, what was taken is given back to the machine."""
         machine = SimMachine(0)
+        trimmed: list[bool] = []
+        monkeypatch.setattr(machine.runtime, "trim_host", lambda: trimmed.append(True), raising=False)
         machine.runtime.fail("alloc_host", machine.runtime.n_calls["alloc_host"] + 2)
         with pytest.raises(TierError, match="planted"):
             HostSlots.allocate(machine.runtime, 4, 4096, piece_nbytes=8192)
+        assert trimmed == [True]
 
     def test_after_close_a_job_fails_at_once(self):
         """Nothing is queued any more."""

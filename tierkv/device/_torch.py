@@ -5,6 +5,7 @@ Nothing here names a device library; :mod:`tierkv.device.npu` and :mod:`tierkv.d
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Callable, Iterator
@@ -131,6 +132,10 @@ class TorchRuntime:
         skip = -whole.data_ptr() % _ALIGN_NBYTES
         part = whole[skip : skip + nbytes]
         return Memory(part.data_ptr(), nbytes, part, HostKind.PINNED)
+
+    def trim_host(self) -> None:
+        with contextlib.suppress(Exception):  # torch before 2.9 has no such call: the memory stays with its allocator
+            torch.accelerator.empty_host_cache()
 
     def pin(self, memory: Memory, /) -> Any:  # noqa: ARG002
         """None: how memory is page-locked is the device library's."""

@@ -133,6 +133,15 @@ class HostWatcher(Protocol):
     def host_writes(self, address: int, nbytes: int, /) -> None: ...
 
 
+@runtime_checkable
+class HostTrimmer(Protocol):
+    """Optional: a runtime whose allocator keeps host memory that was let go."""
+
+    def trim_host(self) -> None:
+        """Give it back to the machine. Never raises."""
+        ...
+
+
 class Stream(Protocol):
     """A queue of device work, run in order. ``torch.Stream`` is one. Two streams run in no order but an event's."""
 
@@ -238,7 +247,7 @@ class DeviceRuntime(Protocol):
         """Page-lock host memory in place; None if the device cannot or will not. Never raises.
 
         Args:
-            memory: at most 1 GiB; address a multiple of 4096.
+            memory: whole slots, at most 1 GiB unless one is longer; its address a multiple of 4096.
 
         After it copies of that range must really not block: a runtime that cannot tell says None.
         """

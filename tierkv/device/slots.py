@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tierkv.device.runtime import DeviceRuntime, HostKind, Memory, Pin
+from tierkv.device.runtime import DeviceRuntime, HostKind, HostTrimmer, Memory, Pin
 from tierkv.errors import TierError
 
 logger = logging.getLogger(__name__)
@@ -68,16 +68,24 @@ class HostSlots:
             )
         per_piece = min(n_slots, max(1, piece_nbytes // stride_nbytes))
         pieces: list[Memory] = []
-        for first in range(0, n_slots, per_piece):
-            pieces.append(runtime.alloc_host(min(per_piece, n_slots - first) * stride_nbytes))
-            if pieces[-1].address % _PAGE_NBYTES:
-                raise TierError(
-                    "device", f"{runtime.name} gave host memory at {pieces[-1].address:#x}: not aligned to 4096"
-                )
+        try:
+            pieces.extend(
+                _aligned(runtime, min(per_piece, n_slots - first) * stride_nbytes)
+                for first in range(0, n_slots, per_piece)
+            )
+        except TierError:
+            pieces.clear()
+            if isinstance(runtime, HostTrimmer):  # or ordinary memory in its place would be taken on top
+                runtime.trim_host()
+            raise
         return cls(pieces, stride_nbytes, per_piece)
 
     def register(self, runtime: DeviceRuntime, *, piece_nbytes: int = PIECE_NBYTES) -> bool:
         """Page-lock all pieces, or none: whatever was locked is released again if one part cannot be.
+
+        Args:
+            runtime: which device is to reach them.
+            piece_nbytes: at most this much at a time, but at least a slot.
 
         Returns:
             Whether copies run beside the host now.
@@ -85,9 +93,11 @@ class HostSlots:
         if self.kind is not HostKind.PAGEABLE:
             return True
         pins: list[Pin] = []
+        # Whole slots: drivers may refuse a copy that crosses from one locked range into the next.
+        part_nbytes = max(1, piece_nbytes // self.stride_nbytes) * self.stride_nbytes
         for piece in self.pieces:
-            for start in range(0, piece.nbytes, piece_nbytes):
-                n = min(piece_nbytes, piece.nbytes - start)
+            for start in range(0, piece.nbytes, part_nbytes):
+                n = min(part_nbytes, piece.nbytes - start)
                 pin = runtime.pin(Memory(piece.address + start, n, piece.owner, HostKind.PAGEABLE))
                 if pin is None:
                     _release(pins)
@@ -108,6 +118,13 @@ class HostSlots:
             raise IndexError(f"slot {slot} is not in range({self.n_slots})")
         piece, index = divmod(slot, self.slots_per_piece)
         return bytes_at(self.pieces[piece]).data[index * self.stride_nbytes :][: self.stride_nbytes]
+
+
+def _aligned(runtime: DeviceRuntime, nbytes: int) -> Memory:
+    memory = runtime.alloc_host(nbytes)
+    if memory.address % _PAGE_NBYTES:
+        raise TierError("device", f"{runtime.name} gave host memory at {memory.address:#x}: not aligned to 4096")
+    return memory
 
 
 def address_of(buffer: memoryview) -> int:
