@@ -128,13 +128,15 @@ class NpuEvent(torch.Event):
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
     def _has_happened(self) -> bool:
-        if self._witness is None:
+        witness = self._witness
+        if witness is None:
             if not super().query():
                 return False
             if self._doubt_at_s is None:
                 return True
-            self._witness = self.watch.witness()
-        return self._witness.query()
+            witness = self._witness = self.watch.witness()
+        happened: bool = witness.query()
+        return happened
 
 
 class NpuStream(torch.Stream):

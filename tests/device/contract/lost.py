@@ -19,6 +19,7 @@ SHAPE = Shape(((512, 512), (192, 160)), ((0, 1),), 4)
 def main(way: str, refusal_us: int) -> dict[str, Any]:
     """A ``store``, a ``load`` or a ``stranger``'s copy is refused when it is submitted, within torch_npu's queue."""
     torch, standin = _npu()
+    assert standin is not None, torch
     from tierkv.device import _npu_queue
     from tierkv.device.npu import NpuRuntime
 

@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.device.contract.conftest import why_not
 from tests.device.contract.rigs import CpuRig
 from tests.device.contract.server import Server, Shape
+from tierkv.device.cpu import CpuRuntime
+from tierkv.device.layout import DeviceLayout, PageRef
 from tierkv.device.runtime import DeviceLostError, HostKind
+from tierkv.device.slots import HostSlots
+from tierkv.device.tier import DeviceTier
 
 SHAPE = Shape(((512, 512),), ((0,),), 4)
 
@@ -40,7 +46,7 @@ def test_a_failure_in_torch_npus_queue_is_the_end_for_all(way, refusal_us):
 class _Lost:
     """A host device that is lost from a copy on."""
 
-    def __init__(self, runtime):
+    def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
         self.lost = False
 
@@ -77,3 +83,22 @@ def test_the_engine_remembers_a_lost_device(direction, caplog):
     assert server.engine.device_lost is server.failed[0].error
     assert [record.levelname for record in caplog.records].count("CRITICAL") == 1
     server.abandon()
+
+
+async def test_an_asyncio_caller_is_told_by_an_exception():
+    """A store or a load raises, and so does every later call that begins with a check: False would read as a miss."""
+    runtime: Any = _Lost(CpuRuntime())
+    tier = DeviceTier(blocks_per_chunk=1, runtime=runtime)
+    layout = DeviceLayout.direct([4096], [[PageRef(0, 4096)]], blocks_per_chunk=1)
+    tier.register_pages([np.zeros((4, 4096), np.int8)], layout)
+    tier.bind(HostSlots.allocate(runtime, 2, 4096))
+    assert await tier.store([1], [0])
+    tier.check([])
+    runtime.lost = True
+    with pytest.raises(DeviceLostError, match="it is gone"):
+        await tier.store([1], [0])
+    with pytest.raises(DeviceLostError, match="it is gone"):
+        await tier.load([0], [1])
+    with pytest.raises(DeviceLostError, match="it is gone"):
+        tier.check([])
+    tier.close()
