@@ -74,7 +74,7 @@ class Driver:
 
     async def stop(self, timeout_s: float) -> None:
         """Let copies end, at most ``timeout_s``, then stop the background work and the mover."""
-        await self.until(lambda: self.idle, timeout_s)
+        await self.until(lambda: self._quiet, timeout_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -85,8 +85,13 @@ class Driver:
     @property
     def idle(self) -> bool:
         """Nothing is under way, also no reset that waits for what a scan has yet to find."""
+        return self._quiet and self.hierarchy.at_rest
+
+    @property
+    def _quiet(self) -> bool:
+        """As ``idle``, but for deletions that a medium refuses: no close waits for its better days."""
         purging = any(level.purging and level.open for level in self.hierarchy.levels)
-        return self.hierarchy.at_rest and not self._copies and not purging
+        return self.hierarchy.is_quiet and not self._copies and not purging
 
     def own(self, copy: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a copy between slots and their user as the cache's own task: its end does not depend on the caller."""

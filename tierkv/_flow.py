@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes, reason_of
-from tierkv._proof import check_books
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
 
 SLICE = 128
@@ -95,6 +94,7 @@ class Flow:
         level.deleting_nbytes -= entry.charge_nbytes
         if outcome.ok or outcome.status is Status.MISSING:
             self._free(level, entry)
+            self._retry_stuck(level)
         else:
             # Still on the medium, so its bytes stay charged; the key may be written again (the copy is replaced).
             key = entry.chunk.key
@@ -373,22 +373,9 @@ class Flow:
         if self.record_events:
             self._events.append(Event(level.index, kind, chunk, reason))
 
-    # -- proof --------------------------------------------------------------------------------------------------
-
     @property
     def primary_busy(self) -> bool:
         """Copies out of the primary are under way or wait: slots that are held now may become evictable."""
         return any(not f.transfer.source for f in self._flights.values()) or any(
             not waiting.source_level for level in self.levels for waiting in level.waiting.values()
         )
-
-    @property
-    def at_rest(self) -> bool:
-        """No copy, deletion or waiting write, no pending or quarantined space."""
-        return not self._flights and all(
-            not level.waiting and not level.ledger.n_pending and not level.ledger.n_gone for level in self.levels
-        )
-
-    def check(self) -> None:
-        """Recount everything that is kept incrementally. For tests; O(n)."""
-        check_books(self.levels, list(self._flights.values()))

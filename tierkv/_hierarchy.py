@@ -20,6 +20,7 @@ from tierkv._entry import of_its_tenant
 from tierkv._flow import NOTHING, SLICE
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import LevelBooks, bare
+from tierkv._proof import check_books
 from tierkv._room import Room
 from tierkv.types import (
     Chunk,
@@ -367,3 +368,22 @@ class Hierarchy(Room):
             self._finish_delete(flight, outcome, ended=ended)
         else:
             self._finish_write(flight, outcome, ended=ended)
+
+    # -- proof --------------------------------------------------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """No copy, deletion or waiting write, no pending or quarantined space."""
+        return self.is_quiet and not any(level.stuck for level in self.levels)
+
+    @property
+    def is_quiet(self) -> bool:
+        """As ``at_rest``, but for deletions that a medium refuses: they wait for its better days."""
+        return not self._flights and all(
+            not each.waiting and not each.ledger.n_pending and each.ledger.n_gone == len(each.stuck)
+            for each in self.levels
+        )
+
+    def check(self) -> None:
+        """Recount everything that is kept incrementally. For tests; O(n)."""
+        check_books(self.levels, list(self._flights.values()))

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tierkv.errors import TierKVError
+from tierkv.errors import TierError, TierKVError
 from tierkv.protocols import Clock, Tier
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status, Transfer, TransferKind
 
@@ -217,8 +217,7 @@ class Mover:
                 items = [(t.chunk.key, self._view(t)) for t in transfers]
                 outcomes = await self._tiers[first.source].read(items)
             elif first.kind is TransferKind.DELETE:
-                await self._tiers[first.source].delete([t.chunk.key for t in transfers])
-                outcomes = [Outcome(t.chunk.key, Status.OK) for t in transfers]
+                outcomes = await self._delete(transfers)
             else:
                 outcomes = await self._write(transfers)
             _refuse_nonsense(outcomes, transfers)
@@ -230,6 +229,20 @@ class Mover:
             told = error if isinstance(error, Exception) else TierKVError(f"a tier raised {error!r}")
             return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, told) for t in transfers]
         return outcomes
+
+    async def _delete(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
+        keys = [transfer.chunk.key for transfer in transfers]
+        stayed: dict[bytes, TierError] = {}
+        try:
+            await self._tiers[transfers[0].source].delete(keys)
+        except TierError as error:
+            if not error.keys:
+                raise
+            stayed = dict.fromkeys(error.keys, error)
+        return [
+            Outcome(key, Status.FAILED, Reason.TIER_ERROR, stayed[key]) if key in stayed else Outcome(key, Status.OK)
+            for key in keys
+        ]
 
     async def _write(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
         target = self._tiers[transfers[0].target]

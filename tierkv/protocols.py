@@ -56,7 +56,11 @@ class Tier(Protocol):
         ...
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Forget the keys and free their bytes; absent ones are ignored."""
+        """Forget the keys and free their bytes; absent ones are ignored.
+
+        Raises:
+            TierError: ``keys`` names those that could not be deleted, the others are gone; they will be tried again.
+        """
         ...
 
     async def aclose(self) -> None:

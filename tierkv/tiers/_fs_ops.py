@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 _log = logging.getLogger(__name__)
 
 _MISSING: Final = Status.MISSING
+_IN_THE_WAY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 _DENIED_IN_A_ROW: Final = 3
 """Writes that a file system with room to spare refuses for want of it before that counts as full."""
 
@@ -71,9 +73,10 @@ class Operations:
         finally:
             self._ring.give(scratch)
 
-    def delete_some(self, keys: Sequence[ChunkKey], indices: Iterator[int]) -> None:
+    def delete_some(self, keys: Sequence[ChunkKey], errors: dict[ChunkKey, OSError], indices: Iterator[int]) -> None:
+        """One worker's part of a batch; ``errors`` takes what could not be removed."""
         for i in indices:
-            self._delete(keys[i])
+            self._delete(keys[i], errors)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [found is not None for found in self._lookups.probe(keys)]
@@ -166,7 +169,7 @@ class Operations:
                 self._tally.add("leavers_removed")
         return True
 
-    def _delete(self, key: ChunkKey) -> None:
+    def _delete(self, key: ChunkKey, errors: dict[ChunkKey, OSError]) -> None:
         for owner in self._lookups.owners_of(key):
             if self._seat.slot_of(owner) is None:
                 continue  # another owner's: we forget it, that owner keeps it
@@ -176,9 +179,11 @@ class Operations:
             try:
                 removed = self._files.remove(key, owner)
             except OSError as error:
-                self._tally.add("failed_deletes")
-                _log.warning("%s: cannot remove a chunk file: %s", self._name, error)
-                continue
+                if error.errno not in _IN_THE_WAY:
+                    self._tally.add("failed_deletes")
+                    errors[key] = error.with_traceback(None)
+                    continue
+                removed = False  # a directory with something in it: ours is gone, and that is somebody's
             if known:
                 self._books.drop(key, owner)
                 self._tally.add("deleted" if removed else "vanished")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Final, Literal, cast
 
 from tierkv._threads import Lane
-from tierkv.errors import ClosedError, bad_setting
+from tierkv.errors import ClosedError, TierWriteError, bad_setting
 from tierkv.protocols import Clock, TierContext
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
@@ -173,15 +173,24 @@ class FSTier:
         return cast("list[Outcome]", outcomes)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove files of ours. A file that is gone already is as good; other owners' files stay."""
+        """Remove files of ours. A file that is gone already is as good; other owners' files stay.
+
+        Raises:
+            TierWriteError: the file system refused to remove those in ``keys``; the others are gone.
+        """
         mount = self._opened()
         keys = list(keys)
+        errors: dict[ChunkKey, OSError] = {}
         if keys:
 
             def worker(indices: Iterator[int]) -> None:
-                mount.operations.delete_some(keys, indices)
+                mount.operations.delete_some(keys, errors, indices)
 
             await self._write_lane.spread(worker, len(keys), self._n_workers(self._n_write_threads, 0))
+        if errors:
+            raise TierWriteError(
+                self._name, f"{len(errors)} chunk files stay: {next(iter(errors.values()))}", [*errors]
+            )
 
     async def aclose(self) -> None:
         """Wait for calls under way, write the index, let go of the root. Idempotent.
