@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -24,6 +26,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from tests.vllm import ascend
+from tests.vllm import test_scheduler_machine as machine
 from tests.vllm.manager_kit import PAGE_NBYTES, offloading_config
 from tests.vllm.scheduler_rig import BLOCK, TOKEN_NBYTES, ManualRuntime, Rig
 from tierkv.device import HostKind, tier
@@ -352,6 +355,13 @@ def test_k_and_v_apart_come_back_through_the_real_scheduler(blocks_per_chunk, tw
         rig.check()
     finally:
         rig.close()
+
+
+def test_k_and_v_apart_under_the_state_machine(monkeypatch):
+    """The machine of ``test_scheduler_machine``, over two tensors: late and failing copies, preemption."""
+    monkeypatch.setattr(machine, "Rig", SplitRig)
+    few = settings(machine.SchedulerMachine.TestCase.settings, max_examples=10)
+    run_state_machine_as_test(machine.SchedulerMachine, settings=few)
 
 
 def test_a_whole_tensor_goes_the_way_of_vllm():
