@@ -115,9 +115,11 @@ def read_traces(
                 raise
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"{option} is {name!r}, but must be a file of requests that can be read: {why}") from None
-    if not reader.trace.ends:
+    if not reader.trace.blocks:
         names = ", ".join(str(source) for source in sources)
-        raise ConfigError(f"{option} is {names!r}, but must hold at least one request: one JSON object a line")
+        raise ConfigError(
+            f"{option} is {names!r}, but must hold at least one request with a block: one JSON object a line"
+        )
     return reader.trace
 
 

@@ -274,6 +274,15 @@ def test_its_settings_are_settings(chat: Path) -> None:
     assert options.tiers[0].capacity_nbytes and options.tiers[0].capacity_nbytes * 0.95 > n_disk * block_nbytes
 
 
+def test_more_than_all_blocks_is_all_of_them(chat: Path) -> None:
+    """A size far beyond the trace is replayed, and advised, as what the trace can fill."""
+    sizes = ["--memory", "7EiB", "--disk", "7EiB", "--capacities", "7EiB", "--token-size", "1KiB"]
+    report = report_of(chat, "--policies", "lru", *sizes)
+    n_unique = report["trace"]["n_unique_blocks"]
+    assert report["policies"][0]["token_hit_percent"] == [report["trace"]["endless_token_hit_percent"]]
+    assert report["settings"]["cpu_bytes_to_use"] <= (n_unique + 31) * 1024 * TOKENS
+
+
 def test_another_order_needs_a_reason() -> None:
     """LRU stays unless another is half a point better; orders that fail elsewhere are never advised."""
     assert choose_order({"lru": 20.0, "mq": 20.4, "lfu": 90.0}) == "lru"
@@ -326,6 +335,7 @@ LINE = '{"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [1
     [
         ("", "at least one request"),
         ("\n\n", "at least one request"),
+        ('{"timestamp": 5, "input_length": 0, "hash_ids": []}\n', "at least one request"),
         (LINE + "{not json\n", "line 2 is no JSON"),
         (LINE + "[1]\n", "line 2 is no JSON object"),
         (LINE + LINE.replace("5", "4"), "line 2 has timestamp 4, earlier than 5"),

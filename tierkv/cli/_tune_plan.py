@@ -154,7 +154,7 @@ def _split(option: str, text: str) -> list[str]:
 
 
 def _capacity(option: str, text: str, trace: Trace, block_nbytes: int | None) -> Capacity:
-    """A part of the trace's different blocks, rounded down, or a size in bytes."""
+    """A part of the trace's different blocks, rounded down, or a size in bytes; at most what they all take."""
     n_unique = trace.n_unique
     if text.endswith("%"):
         try:
@@ -173,7 +173,7 @@ def _capacity(option: str, text: str, trace: Trace, block_nbytes: int | None) ->
     if n_blocks < 1:
         least = f"{Fraction(100, n_unique).__ceil__()}%" if block_nbytes is None else format_size(block_nbytes)
         raise bad_setting(option, text, f"room for one of the trace's {n_unique:,} blocks", least)
-    return Capacity(text, n_blocks)
+    return Capacity(text, min(n_blocks, n_unique))  # more would stay empty
 
 
 def _check_plot(path: str) -> None:
