@@ -190,6 +190,22 @@ def test_ten_waiting_requests_and_one_that_stores(tmp_path):
         assert engine.statistics().n_read - before <= 6
 
 
+def test_what_was_promised_in_a_step_is_not_evicted_in_it(tmp_path):
+    """A key told as a hit is still there when vLLM asks for it at the step's end, whatever was stored in between."""
+    keys = keys_of("a", 4)
+    with own_spec(fs(tmp_path, capacity=64 << 10)) as engine:
+        engine.ready().serve(keys)
+        engine.empty_primary()
+        context = engine.request(keys)
+        assert engine.lookup(keys, context) == [PENDING] * 4
+        for i in range(4):  # more than the rest of the capacity holds, in the same step
+            engine.store(keys_of(f"other{i}", 1))
+        engine.until(lambda: PENDING not in engine.lookup(keys, context))
+        assert engine.lookup(keys, context) == [HIT] * 4
+        engine.settle()
+        assert not engine.tier.hierarchy.guarded
+
+
 def test_a_request_that_runs_may_ask_again(tmp_path):
     """Once a request has been scheduled, and is preempted later, what it used may be brought up for it again."""
     keys = keys_of("a", 3)
