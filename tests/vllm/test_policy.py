@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from vllm.v1.kv_offload.base import LookupResult, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
@@ -284,6 +284,60 @@ def test_a_refused_store_teaches_nothing():
         assert made.offer([a], made.request([a])) is None
         targets[text] = made.policy.target_t1_size if text == "arc" else made.policy._order._target
     assert targets == {"arc": 1.0, "ARC": 0.0}
+
+
+def test_a_store_refused_by_the_policy_itself_teaches_nothing():
+    """The same where the manager cannot know it: an idle chunk is there, but the store offers it again."""
+    made = Manager("ARC", 2)
+    a, b, c = chain(1, 3)
+    for key in (a, b, c):
+        made.store([key], made.request([key]))
+    made.manager.prepare_load([b], made.request([b]))
+    assert made.offer([c, a], made.request([c, a])) is None
+    assert made.policy._order._target == 0
+    made.store(chain(2, 1), made.request(chain(2, 1)))
+    assert made.resident([b, c]) == [b]
+
+
+def test_tails_leave_first_across_groups():
+    """A request's two groups are stored one after the other; both lose their tails before either loses its head."""
+    made = Manager("ARC", 4)
+    groups = [[make_offload_key(bytes([group, i] * 16), group) for i in range(2)] for group in range(2)]
+    context = made.request(*groups)
+    made.store([*groups[0], *groups[1]], context)
+    assert set(made.store(chain(1, 2), made.request(chain(1, 2)))) == {groups[0][1], groups[1][1]}
+
+
+def test_a_use_is_told_tail_first():
+    """What a request reused is as recent as its end, and its tail is older than its head."""
+    made = Manager("ARC", 4)
+    prompt = chain(1, 4)
+    made.store(prompt, made.request(prompt))
+    context = made.request(prompt)
+    made.manager.prepare_load(prompt, context)
+    made.manager.complete_load(prompt, context)
+    made.manager.on_request_finished(context)
+    assert made.store(chain(2, 2), made.request(chain(2, 2))) == [prompt[3], prompt[2]]
+
+
+def test_touch_of_a_missing_chunk_is_remembered_for_its_store():
+    """0.30 tells of a store's misses by ``touch``: an order with ghosts hears of them, once there is room."""
+    policy, context = ours("ARC", 2), ReqContext(req_id="r")
+
+    def store(number: int) -> None:
+        policy.insert(key_of(number), ChunkStatus(0))
+        policy.get(key_of(number)).ref_cnt = 0
+        policy.mark_evictable(key_of(number))
+
+    store(1)
+    store(2)
+    policy.touch([key_of(1)], context)
+    assert [key for key, _ in policy.evict(1, set())] == [key_of(2)]
+    store(3)
+    policy.touch([key_of(2)], context)
+    assert policy._order._target == 0
+    assert policy.evict(1, {key_of(2)}) is not None
+    assert policy._order._target == 1
 
 
 @pytest.mark.parametrize("n_slots", [6, 12])
