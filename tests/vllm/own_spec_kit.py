@@ -99,8 +99,9 @@ class OwnSpec:
 
     def request(self, keys: Sequence[Any], req_id: str = "") -> ReqContext:
         context = ReqContext(req_id=req_id or f"r{next(self._names)}")
-        for i, key in enumerate(keys, 1):
-            context.set_offload_key_position(key, i * TOKENS)
+        if hasattr(context, "set_offload_key_position"):  # from 0.31 on
+            for i, key in enumerate(keys, 1):
+                context.set_offload_key_position(key, i * TOKENS)
         self.manager.on_new_request(context)
         return context
 
@@ -117,6 +118,11 @@ class OwnSpec:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=new, preempted_req_ids=preempted))
         list(self.manager.take_events())
         self.manager.get_stats()
+
+    def reset(self) -> None:
+        """Let vLLM forget its cache; from 0.33 on it promotes nothing until the workers let go of what it held."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
 
     def row(self, chunk_id: int) -> memoryview:
         return self.rows[int(chunk_id) * ROW : (int(chunk_id) + 1) * ROW]

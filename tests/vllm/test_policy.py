@@ -275,28 +275,33 @@ def test_a_refused_store_teaches_nothing():
     """
     targets = {}
     for text in ("arc", "ARC"):
-        made = Manager(text, 2)
-        a, b, c = chain(1, 3)
-        for key in (a, b, c):
-            made.store([key], made.request([key]))  # a is a ghost of the recent list now
-        holder = made.request([b, c])
-        made.manager.prepare_load([b, c], holder)
-        assert made.offer([a], made.request([a])) is None
+        made, ghost = with_ghost(text)
+        made.manager.prepare_load(made.resident(chain(1, 4)), made.request(chain(1, 4)))
+        assert made.offer([ghost], made.request([ghost])) is None
         targets[text] = made.policy.target_t1_size if text == "arc" else made.policy._order._target
     assert targets == {"arc": 1.0, "ARC": 0.0}
 
 
 def test_a_store_refused_by_the_policy_itself_teaches_nothing():
     """The same where the manager cannot know it: an idle chunk is there, but the store offers it again."""
-    made = Manager("ARC", 2)
-    a, b, c = chain(1, 3)
+    made, ghost = with_ghost("ARC")
+    *busy, idle = made.resident(chain(1, 4))
+    made.manager.prepare_load(busy, made.request(busy))
+    assert made.offer([idle, ghost], made.request([idle, ghost])) is None
+    assert made.policy._order._target == 0
+    assert made.store([ghost], made.request([ghost])) == [idle]
+    assert made.policy._order._target == 1, "it was a ghost, and with room it counts as one"
+
+
+def with_ghost(text: str) -> tuple[Manager, Any]:
+    """Three chunks of which one was used twice, and one that has left lately."""
+    made = Manager(text, 3)
+    a, b, c, d = chain(1, 4)
     for key in (a, b, c):
         made.store([key], made.request([key]))
-    made.manager.prepare_load([b], made.request([b]))
-    assert made.offer([c, a], made.request([c, a])) is None
-    assert made.policy._order._target == 0
-    made.store(chain(2, 1), made.request(chain(2, 1)))
-    assert made.resident([b, c]) == [b]
+    reuse(made, b)
+    assert made.store([d], made.request([d])) == [a]
+    return made, a
 
 
 def test_tails_leave_first_across_groups():

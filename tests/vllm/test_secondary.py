@@ -356,7 +356,7 @@ def test_a_reset_waits_for_copies_and_begins_a_new_epoch(tmp_path):
         engine.ready().serve(keys)
         context = engine.request(keys_of("b", 2))
         engine.store(keys_of("b", 2), context)
-        engine.manager.reset_cache()
+        engine.reset()
         assert not engine.manager._jobs
         assert engine.ready().serve(keys) == 0
         engine.empty_primary()
@@ -450,7 +450,7 @@ def test_every_metric_that_it_reports_is_defined(tmp_path):
     with own_spec(entry) as engine:
         engine.ready().serve(keys_of("a", 2))
         told = engine.tier.get_stats().data
-    names = {str(name) for kind in told.values() for name in kind} if told else set()
+    names = {str(name) for kind in told.values() for name in kind or ()}
     assert names
     assert {name.split("{")[0] for name in names} <= set(defined)
     assert all("tierkv" in name for name in names)

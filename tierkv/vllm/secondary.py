@@ -278,8 +278,16 @@ class TierKVSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: Any) -> None:
         """One use, of all its chunks that lie here: vLLM reads hot ones from its primary and never asks us."""
         self._promises.settle((req_context.req_id,))
+        self._use(_compat.key_positions(req_context), req_context)
+
+    def touch(self, keys: Iterable[ChunkKey], req_context: Any) -> None:
+        """The same in 0.30, which says so itself and tells no request's keys; later versions never call it."""
+        if not _compat.key_positions(req_context):
+            self._use(keys, req_context)
+
+    def _use(self, keys: Iterable[ChunkKey], req_context: Any) -> None:
         ledger = self.hierarchy.levels[1].ledger
-        chunks = self._lineage.chunks(_compat.key_positions(req_context), req_context)
+        chunks = self._lineage.chunks(keys, req_context)
         used = [(entry, chunk) for chunk in chunks if (entry := ledger.get(chunk.key)) is not None]
         if used:
             ledger.access(used)
