@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 from tierkv._hinted import HintedOrder, Lifetimes
 from tierkv._ledger import PENDING, Entry, Ledger
 from tierkv.errors import bad_setting
-from tierkv.protocols import Clock
+from tierkv.protocols import Clock, HintAware, Seating
 from tierkv.settings import parse_seconds
 from tierkv.types import ChunkKey
 
@@ -75,6 +75,12 @@ class Hints:
         self._lifetimes = Lifetimes()
         self._orders: list[HintedOrder | None] = [None] * len(ledgers)
         self._mortal = False
+        # An order that ranks the ledger's entries cannot be wrapped; one that knows no hints by itself is left alone.
+        self._deaf = {
+            index
+            for index, ledger in enumerate(ledgers)
+            if isinstance(ledger.policy, Seating) and not isinstance(ledger.policy, HintAware)
+        }
 
     def give(self, keys: Iterable[ChunkKey], hint: Hint) -> Hinted:
         """Tell the levels that hold these keys, which are in prefix order. Keys that no level holds are ignored.
@@ -105,7 +111,7 @@ class Hints:
     def _entry(self, index: int, key: ChunkKey) -> Entry | None:
         """What a level has under the key, if it is ours to evict."""
         ledger = self._ledgers[index]
-        entry = ledger.get(key)
+        entry = ledger.get(key) if index not in self._deaf else None
         return entry if entry is not None and entry.owned and not ledger.expired(entry) else None
 
     def _holders(self, key: ChunkKey) -> list[tuple[int, Entry]]:
@@ -118,6 +124,8 @@ class Hints:
         if not self._mortal:
             self._mortal = True
             for index, ledger in enumerate(self._ledgers):
+                if index in self._deaf:
+                    continue
                 order = self._order(index)
                 order.begin_lifetimes()
                 ledger.follow(order)

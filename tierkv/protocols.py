@@ -221,7 +221,7 @@ class Seating(Protocol):
 
     A chunk then costs one object and one entry of a dictionary, where it costs two of each by key. Everything that the
     policy does by key it still does, and the order is the same. Only a ledger has reason to ask for it, and for all its
-    chunks at once.
+    chunks at once. Hints reach such a policy only if it is :class:`HintAware` by itself.
     """
 
     def share(self, seats: Mapping[ChunkKey, Seat]) -> None:
