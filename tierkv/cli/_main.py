@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tierkv.cli import _bench, _bench_device, _tune, _tune_plan
+from tierkv.cli import _bench, _bench_device, _root, _tune, _tune_plan
 from tierkv.cli._demo import DESCRIPTION, add_arguments, run
 from tierkv.errors import ConfigError, TierKVError
 
@@ -77,7 +77,25 @@ def _parser() -> Parser:
     )
     _tune_plan.add_tune_arguments(tune)
     tune.set_defaults(run=_tune.run, prog=tune.prog)
+    _add_root_commands(commands)
     return parser
+
+
+def _add_root_commands(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Those that look into a directory of the fs tier."""
+    du = commands.add_parser(
+        "du", help="what a tier's directory holds, by namespace and owner", description=_root.DU_DESCRIPTION
+    )
+    _root.add_du_arguments(du)
+    du.set_defaults(run=_root.run_du, prog=du.prog)
+    ls = commands.add_parser("ls", help="its chunks, one a line", description=_root.LS_DESCRIPTION)
+    _root.add_ls_arguments(ls)
+    ls.set_defaults(run=_root.run_ls, prog=ls.prog)
+    verify = commands.add_parser(
+        "verify", help="read its chunks and compare checksums", description=_root.VERIFY_DESCRIPTION
+    )
+    _root.add_verify_arguments(verify)
+    verify.set_defaults(run=_root.run_verify, prog=verify.prog)
 
 
 def _version() -> str:

@@ -1,0 +1,344 @@
+"""``tierkv du``, ``ls`` and ``verify`` on roots that the tier made, with living owners and without, and hostile."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fs_kit import (
+    NAMESPACE,
+    PAGE,
+    chunk_of,
+    context,
+    fetch,
+    files_under,
+    kill,
+    opened,
+    recount,
+    scanned,
+    store,
+)
+from tierkv.cli._main import main
+from tierkv.cli._root import Pace, sampled, visible
+from tierkv.tiers._fs_format import leaf_of, namespace_digest
+from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers.fs import FSTier
+from tierkv.types import Status
+
+Capture = pytest.CaptureFixture[str]
+DIGEST = namespace_digest(NAMESPACE).hex()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+def du(root: Path, capsys: Capture) -> dict[str, Any]:
+    assert main(["du", str(root), "--json"]) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return record
+
+
+def verify(root: Path, capsys: Capture, *options: str) -> tuple[int, dict[str, str], dict[str, int]]:
+    """(exit code, why by file name, counts)."""
+    code = main(["verify", str(root), "--json", *options])
+    *wrong, counts = map(json.loads, capsys.readouterr().out.splitlines())
+    return code, {row["place"].rsplit("/")[-1]: row["why"] for row in wrong}, counts
+
+
+def file_of(root: Path, i: int) -> Path:
+    """The one file of a chunk."""
+    (path,) = root.rglob(f"{chunk_of(i).key.hex()}.*")
+    return path
+
+
+# -- du ---------------------------------------------------------------------------------------------------------
+
+
+async def test_du_counts_what_a_living_owner_counts(root: Path, capsys: Capture) -> None:
+    """The sum is what lies there to the byte; namespace, owner, pid and capacity are the living owner's own."""
+    async with opened(root, 20) as tier:
+        await store(tier, *map(chunk_of, range(5)))
+        record = du(root, capsys)
+        (owner,) = record["owners"].values()
+        assert record["nbytes"] == recount(root)
+        assert record["capacity_nbytes"] == tier.usage()["capacity_nbytes"]
+        assert record["namespaces"][DIGEST]["n_chunks"] == 5
+        assert (owner["state"], owner["pid"], owner["n_chunks"]) == ("alive", os.getpid(), 5)
+        assert record["other"] == {}
+        assert await fetch(tier, *map(chunk_of, range(5))) == [Status.OK] * 5
+
+
+async def test_du_beside_owners_that_come_and_go(root: Path, capsys: Capture) -> None:
+    """A closed owner counts as dead, with its index, one beside it as alive; two namespaces are told apart."""
+    async with opened(root, 40) as first:
+        await store(first, *map(chunk_of, range(3)))
+        async with opened(root, 40, ctx=context(namespace=b"another")) as second:
+            for tier in (first, second):
+                assert tier._mount is not None
+                tier._mount.beat()  # the first one gives way, the second one takes its part
+            await store(second, *map(chunk_of, range(2)))
+        record = du(root, capsys)
+        assert sorted(owner["state"] for owner in record["owners"].values()) == ["alive", "dead"]
+        assert sorted(part["n_chunks"] for part in record["namespaces"].values()) == [2, 3]
+        assert record["nbytes"] == recount(root)
+
+
+async def test_du_says_what_else_lies_there(root: Path, capsys: Capture) -> None:
+    """Unfinished, damaged, misplaced, irregular and foreign things are counted apart, and nothing is touched."""
+    async with opened(root) as tier:
+        await store(tier, *map(chunk_of, range(3)))
+        chunks = [file_of(root, i) for i in range(3)]
+    chunks[0].with_name(chunks[0].name + ".part0").write_bytes(b"x")
+    os.truncate(chunks[0], 10)
+    other = chunks[1].parents[1] / ("00" if leaf_of(chunk_of(1).key) != "00" else "01")
+    other.mkdir(exist_ok=True)
+    chunks[1].rename(other / chunks[1].name)
+    chunks[2].unlink()
+    os.mkfifo(chunks[2])
+    (root / "notes.txt").write_text("mine")
+    before = files_under(root)
+    record = du(root, capsys)
+    kinds = {what: sums["n"] for what, sums in record["other"].items()}
+    assert kinds == {"unfinished": 1, "damaged": 1, "misplaced": 1, "not regular": 1, "foreign": 1}
+    assert record["n_chunks"] == 0
+    assert files_under(root) == before
+
+
+async def test_du_on_a_terminal_names_everything(root: Path, capsys: Capture) -> None:
+    """The tables say the digest, the owner, its state and the capacity; a root without owners says so."""
+    async with opened(root, 20) as tier:
+        await store(tier, chunk_of(1))
+        assert main(["du", str(root)]) == 0
+        text = capsys.readouterr().out
+        (owner,) = du(root, capsys)["owners"]
+    assert DIGEST in text and owner in text and "alive" in text and "capacity" in text
+    assert main(["du", str(root)]) == 0
+    assert "no owner lives" in capsys.readouterr().out
+
+
+async def test_du_reads_any_lock_file(root: Path, capsys: Capture) -> None:
+    """Empty, torn, with a heartbeat that is no time, or a FIFO: an owner without facts, or none."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+    (lock,) = root.glob("owner-*.lock")
+    page = OwnerPage.unpack(lock.read_bytes())
+    assert page is not None
+    for i, data in enumerate((b"", b"{}", replace(page, heartbeat_s=math.nan).pack())):
+        (root / f"owner-{i:016x}.lock").write_bytes(data)
+    os.mkfifo(root / f"owner-{9:016x}.lock")
+    owners = du(root, capsys)["owners"]
+    assert len(owners) == 4
+    assert owners[f"{2:016x}"]["heartbeat_age_s"] is None
+    assert main(["du", str(root)]) == 0
+    capsys.readouterr()
+    lock.unlink()
+    (row,) = [row for row in du(root, capsys)["owners"].values() if row["n_chunks"]]
+    assert row["state"] == "without lock file"
+
+
+# -- ls ---------------------------------------------------------------------------------------------------------
+
+
+async def test_ls_prints_what_the_headers_say(root: Path, capsys: Capture) -> None:
+    """Key, parent, group, end, tenant and length of each chunk; filters take first digits; text and JSON agree."""
+    chunks = [
+        chunk_of(1, group=3, end_token=64, tenant="red"),
+        chunk_of(2, 100, parent=chunk_of(1).key, end_token=128, tenant="\x1b[2J"),
+    ]
+    async with opened(root) as tier:
+        await store(tier, *chunks)
+    assert main(["ls", str(root), "--json"]) == 0
+    rows = {row["key"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    for chunk in chunks:
+        row = rows[chunk.key.hex()]
+        assert (row["group"], row["end_token"], row["nbytes"]) == (chunk.group, chunk.end_token, chunk.nbytes)
+        assert (row["tenant"], row["namespace"]) == (chunk.tenant, DIGEST)
+        assert row["parent"] == (None if chunk.parent is None else chunk.parent.hex())
+    assert main(["ls", str(root)]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text and "\\x1b[2J" in text
+    assert len(text.splitlines()) == 3
+    for options, n_rows in (
+        (["--namespace", DIGEST[:5]], 2),
+        (["--namespace", "0" * 32], 0),
+        (["--owner", rows[chunks[0].key.hex()]["owner"][:4].upper()], 2),
+    ):
+        assert main(["ls", str(root), "--json", *options]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == n_rows, options
+
+
+async def test_ls_counts_what_it_cannot_read(root: Path, capsys: Capture) -> None:
+    """A chunk whose header is damaged is no row; the exit code and one line say that there are some."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1), chunk_of(2))
+    flip(file_of(root, 1), 40)
+    assert main(["ls", str(root), "--json"]) == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1
+    assert captured.err == "1 chunks could not be read; tierkv verify says why\n"
+
+
+# -- verify -----------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def be_a_socket(path: Path) -> None:
+    path.unlink()
+    os.chdir(path.parent)  # the name of a socket must be short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+
+
+def be_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def be_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def be_a_link(path: Path) -> None:
+    path.rename(path.parent / "elsewhere")
+    path.symlink_to("elsewhere")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of the payload": (lambda path: flip(path, PAGE + 5), "payload checksum"),
+    "a bit of the header": (lambda path: flip(path, 30), "header checksum"),
+    "cut to a page": (lambda path: os.truncate(path, PAGE), "length differs from the header's"),
+    "cut inside a page": (lambda path: os.truncate(path, PAGE + 1), f"{PAGE + 1} bytes are no whole chunk"),
+    "empty": (lambda path: os.truncate(path, 0), "0 bytes are no whole chunk"),
+    "longer": (lambda path: os.truncate(path, 10 * PAGE), "length differs from the header's"),
+    "other bytes": (lambda path: path.write_bytes(b"#!" + bytes(2 * PAGE - 2)), "no chunk file"),
+    "a link": (be_a_link, "not a regular file"),
+    "a socket": (be_a_socket, "not a regular file"),
+    "a FIFO": (be_a_fifo, "not a regular file"),
+    "a directory": (be_a_directory, "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_verify_names_what_an_engine_would_not_serve(
+    root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Exactly the damaged one of three is named with its reason, and exactly that one is a miss for the tier."""
+    monkeypatch.chdir(root.parent)  # comes back from where a damage went
+    async with opened(root) as tier:
+        await store(tier, *map(chunk_of, range(3)))
+    assert verify(root, capsys)[0] == 0
+    path = file_of(root, 1)
+    break_it, why = DAMAGES[damage]
+    break_it(path)
+    code, wrong, counts = verify(root, capsys)
+    assert (code, wrong) == (1, {path.name: why})
+    assert (counts["verified"], counts["wrong"]) == (2, 1)
+    assert os.path.lexists(path)
+    async with opened(root) as tier:
+        statuses = await fetch(tier, *map(chunk_of, range(3)))
+    assert [status is Status.OK for status in statuses] == [True, False, True]
+
+
+async def test_verify_sees_two_swapped_files(root: Path, capsys: Capture) -> None:
+    """Whole files under each other's names are both wrong."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1), chunk_of(2))
+    one, two = (file_of(root, i) for i in (1, 2))
+    data = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(data)
+    code, wrong, _ = verify(root, capsys)
+    assert (code, wrong) == (1, dict.fromkeys((one.name, two.name), "another chunk's file"))
+
+
+async def test_verify_beside_a_living_owner_and_after_a_kill(root: Path, capsys: Capture) -> None:
+    """What is being written is no fault; nothing changes for the owner; after a kill the same holds."""
+    tier = FSTier(root, capacity="1MiB", min_free=0)
+    await tier.open(context())
+    await store(await scanned(tier), *map(chunk_of, range(4)))
+    part = file_of(root, 0)
+    part.with_name(part.name + ".part1").write_bytes(b"half")
+    before = files_under(root)
+    assert verify(root, capsys)[0] == 0
+    kill(tier)
+    code, wrong, counts = verify(root, capsys)
+    assert (code, wrong, counts["verified"], counts["unfinished"]) == (0, {}, 4, 1)
+    assert files_under(root) == before
+
+
+async def test_a_sample_is_the_same_each_time_and_about_as_large(root: Path, capsys: Capture) -> None:
+    """Of 10,000 keys one tenth within a tenth; on a root, what is not in the sample is counted as passed over."""
+    keys = [b"key %d" % i for i in range(10_000)]
+    assert 900 < sum(sampled(key, 0.1) for key in keys) < 1_100
+    assert all(sampled(key, 1.0) for key in keys)
+    async with opened(root, 40) as tier:
+        await store(tier, *map(chunk_of, range(30)))
+    runs = [verify(root, capsys, "--sample", "0.5")[2] for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert 0 < runs[0]["passed_over"] < 30
+    assert runs[0]["verified"] + runs[0]["passed_over"] == 30
+
+
+def test_the_rate_of_reading_is_bounded() -> None:
+    """At 100 bytes a second 50 bytes take half a second; a pause is not made up for."""
+    now_s, slept = 0.0, []
+
+    def sleep(by_s: float) -> None:
+        nonlocal now_s
+        slept.append(by_s)
+        now_s += by_s
+
+    pace = Pace(100, lambda: now_s, sleep)
+    pace(50)
+    pace(50)
+    now_s += 60.0
+    pace(100)
+    assert slept == [0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["du", "missing"], "ROOT is 'missing', but must be a directory that can be read"),
+        (["ls", "file"], "ROOT is 'file', but must be a directory that can be read"),
+        (["ls", ".", "--namespace", "xyz"], "--namespace is 'xyz', but must be up to 32 hexadecimal digits"),
+        (["ls", ".", "--owner", "0" * 17], "but must be up to 16 hexadecimal digits"),
+        (["verify", ".", "--sample", "2"], "--sample is '2', but must be a number over 0, and 1 at most; nearest"),
+        (["verify", ".", "--sample", "-1"], "nearest valid value: 0.01"),
+        (["verify", ".", "--sample", "nan"], "--sample is 'nan'"),
+        (["verify", ".", "--rate", "0"], "--rate is '0', but must be"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], sentence: str
+) -> None:
+    """Exit code 2, the option, its value and what is allowed; nothing on the output."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_text_of_others_moves_no_cursor() -> None:
+    """Control characters and lone surrogates are spelled; other scripts stay as they are."""
+    assert visible("rot \x1b[31m\r\n") == "rot \\x1b[31m\\r\\n"
+    assert visible("日本 ü") == "日本 ü"
+    assert visible("a\udc80") == "a\\udc80"

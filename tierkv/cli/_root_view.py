@@ -1,0 +1,55 @@
+"""What ``tierkv du`` shows on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tierkv.sizes import format_size
+
+_PIPED_WIDTH = 160
+
+
+def show_usage(path: str, record: Mapping[str, Any]) -> None:
+    """Tables of the record that ``--json`` prints."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    capacity = record["capacity_nbytes"]
+    limit = "no owner lives that could say its capacity" if capacity is None else f"capacity {format_size(capacity)}"
+    console.print(
+        f"{path}: {record['n_chunks']:,} chunks, {format_size(record['nbytes'])} in all; {limit}; "
+        f"{format_size(record['free_nbytes'])} free on its file system"
+    )
+    if record["namespaces"]:
+        console.print(_table("namespace", record["namespaces"], {}))
+    if record["owners"]:
+        columns = {
+            "state": lambda owner: owner["state"],
+            "pid": lambda owner: owner.get("pid", "-"),
+            "heartbeat": lambda owner: (
+                f"{owner['heartbeat_age_s']:,} s" if owner.get("heartbeat_age_s") is not None else "-"
+            ),
+            "reserved": lambda owner: format_size(owner["reserved_nbytes"]) if "reserved_nbytes" in owner else "-",
+        }
+        console.print(_table("owner", record["owners"], columns))
+    for what, sums in record["other"].items():
+        console.print(f"{what}: {sums['n']:,}, {format_size(sums['nbytes'])}")
+
+
+def _table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Any]) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column(title, overflow="fold")
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    for column in ("chunks", "size", "newest", "oldest"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        ages = [f"{row[age]:,} s" if age in row else "-" for age in ("newest_age_s", "oldest_age_s")]
+        cells = [str(cell(row)) for cell in columns.values()]
+        table.add_row(name, *cells, f"{row['n_chunks']:,}", format_size(row["nbytes"]), *ages)
+    return table

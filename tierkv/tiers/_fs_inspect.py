@@ -1,0 +1,314 @@
+"""A root looked at from outside, with or without engines running on it. Changes nothing in it.
+
+What vanishes meanwhile is passed over: a living owner evicts as it likes. No link is followed and nothing but regular
+files is opened, as everywhere in the tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import xxhash
+
+from tierkv.errors import bad_setting
+from tierkv.tiers._fs_format import (
+    HEADER_NBYTES,
+    LEAVES,
+    PAGE_NBYTES,
+    ROOT_LOCK,
+    BadHeaderError,
+    FileName,
+    Header,
+    is_namespace_dir,
+    leaf_of,
+    padded_nbytes,
+    parse_file_name,
+    parse_owner_file,
+    unpack_header,
+)
+from tierkv.tiers._fs_io import NotRegularError, damage, open_directory
+from tierkv.tiers._fs_page import OwnerPage
+
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_STEP_NBYTES: Final = 1 << 20
+_LOCK_TIMEOUT_S: Final = 10.0
+
+
+class Kind(StrEnum):
+    """What lies at a place of a root, as far as name, kind and length tell."""
+
+    CHUNK = "chunk"
+    UNFINISHED = "unfinished"
+    """Being written; or left by a writer that was killed, until its owner's files are adopted."""
+    DAMAGED = "damaged"
+    """A length that no chunk file has."""
+    MISPLACED = "misplaced"
+    """In a directory where no lookup finds it."""
+    NOT_REGULAR = "not regular"
+    """A link, FIFO, device, socket or directory with a name of ours."""
+    FOREIGN = "foreign"
+    """Nothing of ours: never touched, never counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something in a root, unread."""
+
+    kind: Kind
+    place: str
+    """Path below the root."""
+    name: FileName | None
+    """None for what is foreign."""
+    namespace: str
+    """Digest; empty outside of any."""
+    nbytes: int
+    """Length of the file."""
+    mtime_s: float
+    """When it was written, or lately read; Unix seconds."""
+
+    @property
+    def charge_nbytes(self) -> int:
+        """What counts against the root's capacity."""
+        return 0 if self.kind is Kind.FOREIGN else padded_nbytes(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A lock file of a root, and who holds it."""
+
+    id: str
+    alive: bool
+    page: OwnerPage | None
+    """What it says; None if that is empty or torn."""
+    index_nbytes: int
+
+    @property
+    def charge_nbytes(self) -> int:
+        """What its own files count against the root's capacity."""
+        return PAGE_NBYTES + padded_nbytes(self.index_nbytes)
+
+
+class Root:
+    """An open root.
+
+    Raises:
+        ConfigError: there is no such directory, or it may not be read.
+    """
+
+    def __init__(self, option: str, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise bad_setting(option, path, f"a directory that can be read ({error.strerror})") from None
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def free_nbytes(self) -> int:
+        """What the file system has left for us."""
+        found = os.fstatvfs(self._fd)
+        return found.f_bavail * found.f_frsize
+
+    # -- who ----------------------------------------------------------------------------------------------------
+
+    def owners(self) -> list[Owner]:
+        """All lock files, by id. Raises TimeoutError if the root's lock is held for 10 s."""
+        with self._root_locked():
+            ids = sorted(
+                parsed[0]
+                for parsed in map(parse_owner_file, os.listdir(self._fd))
+                if parsed is not None and parsed[1] == "lock"
+            )
+            return [owner for owner in map(self._owner, ids) if owner is not None]
+
+    def _owner(self, owner: str) -> Owner | None:
+        fd = self._open_regular(f"owner-{owner}.lock", self._fd)
+        if fd is None:
+            return None
+        try:
+            page = OwnerPage.unpack(os.pread(fd, PAGE_NBYTES, 0))
+            return Owner(owner, not _lock_shared(fd), page, self._nbytes_of(f"owner-{owner}.index"))
+        finally:
+            os.close(fd)
+
+    def _nbytes_of(self, name: str) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_size
+        return 0
+
+    @contextlib.contextmanager
+    def _root_locked(self) -> Iterator[None]:
+        """Shared: owners look at each other's locks only while they hold this one, so none sees us try theirs."""
+        fd = self._open_regular(ROOT_LOCK, self._fd)
+        if fd is None:  # nobody has ever been here
+            yield
+            return
+        try:
+            deadline = time.monotonic() + _LOCK_TIMEOUT_S
+            while not _lock_shared(fd):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{ROOT_LOCK} has been held for {_LOCK_TIMEOUT_S:g} s")
+                time.sleep(0.002)
+            yield
+        finally:
+            os.close(fd)
+
+    # -- what ---------------------------------------------------------------------------------------------------
+
+    def files(self, *, namespace: str | None = None) -> Iterator[Found]:
+        """Everything in the tree but owners' files and our directories, as it lies; memory does not grow with it."""
+        for name, found in _entries(self._fd):
+            if is_namespace_dir(name) and stat.S_ISDIR(found.st_mode):
+                if namespace is None or name.startswith(namespace):
+                    yield from self._in_namespace(name)
+            elif parse_owner_file(name) is None and name != ROOT_LOCK and namespace is None:
+                yield _foreign(name, "", found)
+
+    def _in_namespace(self, namespace: str) -> Iterator[Found]:
+        with _directory(namespace, self._fd) as namespace_fd:
+            if namespace_fd is None:
+                return
+            for leaf, found in _entries(namespace_fd):
+                if leaf not in LEAVES or not stat.S_ISDIR(found.st_mode):
+                    yield _foreign(f"{namespace}/{leaf}", namespace, found)
+                    continue
+                with _directory(leaf, namespace_fd) as leaf_fd:
+                    for name, inside in () if leaf_fd is None else _entries(leaf_fd):
+                        yield _found(namespace, leaf, name, inside)
+
+    def header(self, found: Found) -> Header:
+        """What a chunk file says about itself.
+
+        Raises:
+            BadHeaderError: it is not what its place and name say; also for what is no regular file.
+            FileNotFoundError: it is gone.
+            OSError: it cannot be read now.
+        """
+        with self._opened(found) as fd:
+            return _header(fd, found)
+
+    def verify(self, found: Found, pace: Callable[[int], None] = lambda _: None) -> Header:
+        """Read all of a chunk file and compare it with its checksums; ``pace`` is called with what was read.
+
+        Raises:
+            BadHeaderError, FileNotFoundError, OSError: as :meth:`header`.
+        """
+        with self._opened(found) as fd:
+            header = _header(fd, found)
+            digest, at = xxhash.xxh3_128(), HEADER_NBYTES
+            end = HEADER_NBYTES + header.chunk.nbytes
+            while at < end:
+                data = os.pread(fd, min(_STEP_NBYTES, end - at), at)
+                if not data:
+                    raise BadHeaderError("the file ends short")
+                digest.update(data)
+                at += len(data)
+                pace(len(data))
+            if digest.digest() != header.checksum:
+                raise BadHeaderError("payload checksum")
+            return header
+
+    @contextlib.contextmanager
+    def _opened(self, found: Found) -> Iterator[int]:
+        namespace, leaf, name = found.place.split("/")
+        with _directory(namespace, self._fd) as namespace_fd:
+            if namespace_fd is None:
+                raise FileNotFoundError(found.place)
+            with _directory(leaf, namespace_fd) as leaf_fd:
+                fd = None if leaf_fd is None else self._open_regular(name, leaf_fd)
+        if fd is None:
+            raise FileNotFoundError(found.place)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _open_regular(self, name: str, dir_fd: int) -> int | None:
+        """None if there is no such file, or something else in its place."""
+        try:
+            if not stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+                return None
+            fd = os.open(name, _READ, dir_fd=dir_fd)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        return None
+
+
+def _lock_shared(fd: int) -> bool:
+    """False if another process has it for itself. True also where flock does not work: there, nobody can."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _entries(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.name, entry.stat(follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def _directory(name: str, dir_fd: int) -> Iterator[int | None]:
+    try:
+        fd = open_directory(name, dir_fd)
+    except (FileNotFoundError, NotRegularError):
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _foreign(place: str, namespace: str, found: os.stat_result) -> Found:
+    return Found(Kind.FOREIGN, place, None, namespace, found.st_size, found.st_mtime)
+
+
+def _found(namespace: str, leaf: str, name: str, found: os.stat_result) -> Found:
+    place, parsed = f"{namespace}/{leaf}/{name}", parse_file_name(name)
+    if parsed is None:
+        return _foreign(place, namespace, found)
+    kind = Kind.CHUNK
+    match damage(found):
+        case "not_regular":
+            kind = Kind.NOT_REGULAR
+        case _ if parsed.is_part:
+            kind = Kind.UNFINISHED
+        case "corrupt":
+            kind = Kind.DAMAGED
+        case _ if leaf_of(parsed.key) != leaf:
+            kind = Kind.MISPLACED
+    return Found(kind, place, parsed, namespace, found.st_size, found.st_mtime)
+
+
+def _header(fd: int, found: Found) -> Header:
+    page = os.pread(fd, HEADER_NBYTES, 0)
+    if len(page) < HEADER_NBYTES:
+        raise BadHeaderError("no whole header")
+    header = unpack_header(memoryview(page))
+    assert found.name is not None
+    if header.chunk.key != found.name.key or header.namespace_digest.hex() != found.namespace:
+        raise BadHeaderError("another chunk's file")
+    if HEADER_NBYTES + padded_nbytes(header.chunk.nbytes) != os.fstat(fd).st_size:
+        raise BadHeaderError("length differs from the header's")
+    return header
