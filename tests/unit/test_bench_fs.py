@@ -160,7 +160,7 @@ def test_a_plan_never_has_more_on_disk_than_it_said(tmp_path: Path, monkeypatch:
     async def counted(tier: FSTier, items: Any) -> Any:
         outcomes = await write(tier, items)
         files = (path for path in tmp_path.rglob("*") if path.is_file())
-        seen.append(sum(path.stat().st_blocks * 512 for path in files))
+        seen.append(sum(-(-path.stat().st_size // 4096) * 4096 for path in files))
         return outcomes
 
     monkeypatch.setattr(FSTier, "write", counted)
