@@ -285,6 +285,25 @@ def test_a_filter_keeps_a_request_from_disk(tmp_path):
         assert engine.lookup(keys, engine.request(keys))[0] is PENDING
 
 
+def test_two_tiers_of_ours_in_one_engine(tmp_path):
+    """Each has its own root, settings, promises and label; what one holds is not asked of the other."""
+    keys = keys_of("a", 3)
+    with own_spec(fs(tmp_path / "0"), fs(tmp_path / "1", eviction_policy="mq")) as engine:
+        first, second = engine.manager.secondary_tiers
+        engine.until(lambda: all(tier.hierarchy.levels[1].plan.writable() for tier in (first, second)))
+        engine.until(lambda: all(tier.hierarchy.levels[1].open for tier in (first, second)))
+        engine.serve(keys)
+        assert [len(tier.hierarchy.levels[1].ledger) for tier in (first, second)] == [3, 3]
+        assert (first._label, second._label) == ("1:TierKVSecondaryTier", "2:TierKVSecondaryTier")
+        engine.empty_primary()
+        context = engine.request(keys)
+        assert engine.lookup(keys, context) == [PENDING] * 3
+        assert (first._promises._n_promised, second._promises._n_promised) == (3, 0)
+        engine.until(lambda: engine.lookup(keys, context) == [HIT] * 3)
+        engine.load(keys, context)
+    assert len(files(tmp_path / "0")) == len(files(tmp_path / "1")) == 3
+
+
 # -- tiers that hang and fail -----------------------------------------------------------------------------------------
 
 
