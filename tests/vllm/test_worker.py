@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import (
 
 from tests.device.shapes import DIRT
 from tierkv.device import cpu
+from tierkv.device.runtime import DeviceLostError
 from tierkv.errors import TierError
 from tierkv.tiers._pool import PrivatePool
 from tierkv.vllm._control import ControlPage, CopyStatus, Direction
@@ -175,6 +176,17 @@ class TestFailures:
         ]
         assert rig.status(0, Direction.STORE, 1) is CopyStatus.FAILED
         assert rig.status(1, Direction.STORE, 2) is CopyStatus.OK
+
+    def test_a_store_on_a_lost_device(self, rig, monkeypatch):
+        """Unlike another failed store it stops vLLM: on that device the model's kernels do not run either."""
+
+        def lost(*_):
+            raise DeviceLostError("device", "lost on purpose")
+
+        monkeypatch.setattr(cpu.CpuRuntime, "copy_batch", lost)
+        rig.workers[0].submit_store(1, blocks([2, 3], [2, 0]), rig.spec([0]))
+        assert not finish(rig.workers[0], 1)[1].success
+        assert rig.status(0, Direction.STORE, 1) is CopyStatus.FAILED
 
     @pytest.mark.parametrize("plain_fails", [False, True])
     def test_a_load_that_fails(self, rig, monkeypatch, plain_fails):

@@ -19,7 +19,16 @@ from typing import Any
 
 from tierkv.device.layout import DeviceLayout, GroupCopy
 from tierkv.device.lowering import DescriptorPool, Lowering, Pages, Zeroes
-from tierkv.device.runtime import CopyBatch, DeviceRuntime, Direction, Event, HostKind, HostWatcher, Stream
+from tierkv.device.runtime import (
+    CopyBatch,
+    DeviceLostError,
+    DeviceRuntime,
+    Direction,
+    Event,
+    HostKind,
+    HostWatcher,
+    Stream,
+)
 from tierkv.device.slots import HostSlots
 from tierkv.errors import ClosedError
 
@@ -128,6 +137,8 @@ class TransferEngine:
         self._closed = self._lost = False
         self._n_jobs, self._nbytes, self._n_failed = (dict.fromkeys(Direction, 0) for _ in range(3))
         self._n_retried = 0
+        self.device_lost: DeviceLostError | None = None
+        """Set once a copy has shown that nothing done on this device can be trusted any more."""
 
     @property
     def n_open(self) -> int:
@@ -300,6 +311,9 @@ class TransferEngine:
             _abandoned.append((flight, self._keep, self._slots, self._runtime))
         elif flight.error is not None and job.direction is Direction.LOAD and batch is not None:
             flight.error = self._once_more(flight)
+        if isinstance(flight.error, DeviceLostError) and self.device_lost is None:
+            self.device_lost = flight.error
+            logger.critical("%s", flight.error)
         nbytes = batch.total_nbytes if batch is not None and flight.error is None else 0
         took_s: float | None = getattr(flight.event, "took_s", None)  # a TimedEvent's
         if took_s is None:

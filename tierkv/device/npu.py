@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from tierkv.device._npu_queue import NpuEvent, NpuStream, Watch, new_event, new_stream, using
 from tierkv.device._torch import CopyWay, TorchRuntime, descriptors
 from tierkv.device.runtime import CopyBatch, Direction, Memory
 from tierkv.errors import TierError
@@ -25,7 +27,10 @@ _LINEAR_FORMATS = frozenset({-1, 0, 2, 30})
 
 
 class NpuRuntime(TorchRuntime):
-    """One NPU. Raises TierError if torch_npu is missing, cannot be loaded, or sees none."""
+    """One NPU. Raises TierError if torch_npu is missing, cannot be loaded, or sees none.
+
+    After an error it looks whether the device still does anything; if not, all that follows raises DeviceLostError.
+    """
 
     name = "npu"
 
@@ -36,7 +41,25 @@ class NpuRuntime(TorchRuntime):
             raise TierError("device", f"{device}: torch_npu cannot be loaded: {error}") from error
         if not self._npu.is_available():
             raise TierError("device", f"{device}: torch_npu sees no NPU")
+        self._watch = Watch(torch.device(device))
         super().__init__(device)
+
+    def new_stream(self) -> NpuStream:
+        return new_stream(self.device, self._watch)
+
+    def new_event(self) -> NpuEvent:
+        return new_event(self.device, self._watch)
+
+    def use(self, stream: Any, /) -> AbstractContextManager[Any]:
+        return using(stream, self._watch)
+
+    def copy_batch(self, batch: CopyBatch, /) -> Any:
+        with self._watch.guard():
+            return super().copy_batch(batch)
+
+    def copy_plain(self, batch: CopyBatch, /) -> None:
+        with self._watch.guard():
+            super().copy_plain(batch)
 
     def memory(self, tensor: Any) -> Memory:
         npu_format = _format(tensor)

@@ -18,6 +18,10 @@ from tierkv.errors import TierError
 Int64Array = Any  # numpy.ndarray of int64, one dimension, contiguous
 
 
+class DeviceLostError(TierError):
+    """The device does no work any more, and may drop what it is given without an error: whoever goes on has garbage."""
+
+
 class Direction(StrEnum):
     """Which way a copy goes."""
 

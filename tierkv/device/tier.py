@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from tierkv.device.engine import CopyDone, CopyJob, EngineStats, EngineThread, TransferEngine
 from tierkv.device.layout import DeviceLayout, GroupCopy
 from tierkv.device.lowering import Pages, check_page_views, pages_of
-from tierkv.device.runtime import DeviceRuntime, Direction, open_runtime
+from tierkv.device.runtime import DeviceLostError, DeviceRuntime, Direction, open_runtime
 from tierkv.device.slots import HostSlots
 from tierkv.device.staging import StagedRuntime
 from tierkv.errors import ChunkSizeError, ClosedError, ConfigError, TierError
@@ -264,7 +264,12 @@ class DeviceTier:
         return await self._run(Direction.LOAD, copies)
 
     def check(self, jobs: Sequence[PortJob]) -> None:
-        """Raises ChunkSizeError if a chunk has no blocks or too many, or a block id is not the device's."""
+        """Raises ChunkSizeError if a chunk has no blocks or too many, or a block id is not the device's.
+
+        Raises DeviceLostError if the device was lost: the caller's own work on it is, too.
+        """
+        if self._engine is not None and self._engine.device_lost is not None:
+            raise self._engine.device_lost
         for job in jobs:
             if not 0 < len(job.place) <= self.blocks_per_chunk:
                 raise ChunkSizeError(f"{len(job.place)} blocks for a chunk of at most {self.blocks_per_chunk}")
@@ -319,7 +324,10 @@ class DeviceTier:
         self._awaited[direction, number] = future
         engine.submit(CopyJob(number, direction, copies))
         self._watch(engine, direction)
-        return (await uncancelled_future(future)).error is None
+        error = (await uncancelled_future(future)).error
+        if isinstance(error, DeviceLostError):
+            raise error
+        return error is None
 
     def _watch(self, engine: TransferEngine, direction: Direction) -> None:
         """Have a thread sleep until the oldest copy has ended, and then the loop look at what has."""

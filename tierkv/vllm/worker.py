@@ -15,6 +15,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from tierkv.device import CanonicalPage, CopyDone, DeviceLayout, DeviceTier, Direction, HostSlots, PageRef, Run
+from tierkv.device.runtime import DeviceLostError
 from tierkv.errors import TierError
 from tierkv.tiers._mapping import SlotMapping
 from tierkv.vllm import _compat, _control
@@ -126,7 +127,9 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
             result = TransferResult(job.id, True, done.nbytes, done.duration_s)
         else:
             logger.error("%s job %d failed: %r", job.direction.value.capitalize(), job.id, error)
-            result = TransferResult(job.id, job.direction is Direction.STORE)
+            # On a lost device the model's kernels are dropped too: vLLM must stop, whatever failed.
+            harmless = job.direction is Direction.STORE and not isinstance(error, DeviceLostError)
+            result = TransferResult(job.id, harmless)
         try:
             spec: SlotSpec = job.tag
             self._page.stamp_many(self._rank, _ON_PAGE[job.direction], spec.slots, spec.tickets, ok=error is None)

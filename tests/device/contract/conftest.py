@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import os
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.device.contract.rigs import CpuRig, Rig, SimRig, TorchRig
+from tests.device.contract.rigs import CpuRig, Rig, SimRig, TorchRig, mapped
 from tests.device.npu_sim import standin
 from tests.device.npu_sim.build import CannotBuildError, RealCannError
+
+_KINDS = pytest.StashKey[set[str]]()
 
 RigFactory = Callable[..., Rig]
 """Makes a rig; ``seed`` is for those that have a schedule."""
@@ -59,8 +63,8 @@ def _cuda_rig() -> RigFactory:
 def why_not(kind: str) -> str | None:
     """Why this machine can not run the contract on an ``npu`` or on ``cuda``; None if it can."""
     if kind == "npu":
-        return None if importlib.util.find_spec("torch_npu") else "torch-npu is not installed"
-    if importlib.util.find_spec("torch") is None:
+        return None if find_spec("torch_npu") else "torch-npu is not installed"
+    if find_spec("torch") is None:
         return "torch is not installed"
     return None if Path("/dev/nvidiactl").exists() else "no CUDA device"
 
@@ -79,8 +83,46 @@ def _rigs() -> list[Any]:
 def make_rig(request: pytest.FixtureRequest) -> RigFactory:
     """Makes a rig of one kind."""
     kind, _, how = request.param.partition("-")
+    request.config.stash.setdefault(_KINDS, set()).add(kind)
     if kind == "sim":
         return lambda seed=0: SimRig(seed, how)
     if kind == "cpu":
         return lambda seed=0: CpuRig()
     return _npu_rig(how) if kind == "npu" else _cuda_rig()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """On what the contract ran, where that is more than this machine's memory: what a report from hardware needs."""
+    for kind in sorted(config.stash.get(_KINDS, set()) & {"npu", "cuda"}):
+        terminalreporter.section("the contract ran on", sep="-")
+        for what, value in _described(kind).items():
+            terminalreporter.write_line(f"{what}: {value}")
+
+
+def _described(kind: str) -> dict[str, Any]:
+    import torch
+
+    from tierkv.device.runtime import open_runtime
+
+    runtime = open_runtime(torch.device(kind))
+    memory = mapped(1 << 20)
+    pin = runtime.pin(memory)
+    if pin is not None:
+        pin.release()
+    versions = {name: version(name) for name in ("torch", "torch-npu") if find_spec(name.replace("-", "_"))}
+    simulated = kind == "npu" and _npu()[1] is not None
+    said = {
+        "device": f"a stand-in for CANN {os.environ.get('NPU_SIM_CANN') or 'of no version'}"
+        if simulated
+        else _name(kind),
+        "copies by": runtime.path,
+        "mapped host memory": "can be page-locked" if pin is not None else "cannot be page-locked: copies block",
+    }
+    runtime.close()
+    return versions | said
+
+
+def _name(kind: str) -> str:
+    import torch
+
+    return str(getattr(torch, kind).get_device_name(0))

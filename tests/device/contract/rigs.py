@@ -183,7 +183,7 @@ class CpuRig:
         return Pages(self.runtime.memory(wide), n_blocks, page_nbytes, row_nbytes)
 
     def ordinary(self, nbytes: int) -> Memory:
-        return _mapped(nbytes)
+        return mapped(nbytes)
 
     def write(self, pages: Pages, block: int, data: bytes) -> None:
         pages.memory.owner[block, : len(data)] = np.frombuffer(data, np.uint8)
@@ -230,7 +230,7 @@ class TorchRig:
         return Pages(self.runtime.memory(wide), n_blocks, page_nbytes, row_nbytes)
 
     def ordinary(self, nbytes: int) -> Memory:
-        return _mapped(nbytes)
+        return mapped(nbytes)
 
     def write(self, pages: Pages, block: int, data: bytes) -> None:
         source = self._pinned(len(data))
@@ -293,7 +293,7 @@ class TorchRig:
         return flat[block * pages.row_nbytes :][:nbytes]
 
 
-def _mapped(nbytes: int) -> Memory:
+def mapped(nbytes: int) -> Memory:
     mapping = mmap.mmap(-1, nbytes)
     array = np.frombuffer(mapping, np.uint8)
     array[:] = DIRT

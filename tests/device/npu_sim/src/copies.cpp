@@ -1,7 +1,9 @@
 // The copies of AscendCL's runtime, synchronous, asynchronous and batched.
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 
 #include "acl/acl_rt.h"
 #include "acl/error_codes/rt_error_codes.h"
@@ -30,9 +32,15 @@ aclError describe(void* target, const void* source, size_t n_bytes, aclrtMemcpyK
     return ACL_SUCCESS;
 }
 
+bool is_refused() {
+    if (!strikes(knobs().fail_submit)) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(knobs().refusal_us));
+    return true;
+}
+
 // "If the memory is not page-locked, synchronous copying will be performed", say the headers; and so do we.
 aclError submit(std::vector<CopyItem> items, Stream* stream) {
-    if (strikes(knobs().fail_submit)) return ACL_ERROR_RT_INTERNAL_ERROR;
+    if (is_refused()) return ACL_ERROR_RT_INTERNAL_ERROR;
     bool locked = true;
     for (const CopyItem& item : items) locked = locked && item.locked;
     stream->copy({std::move(items), strikes(knobs().fail_run)});
@@ -83,7 +91,7 @@ aclError aclrtMemcpy(void* target, size_t target_max, const void* source, size_t
         const aclError error = describe(target, source, n_bytes, kind, &item);
         if (error != ACL_SUCCESS) return error;
     }
-    if (strikes(knobs().fail_submit)) return ACL_ERROR_RT_INTERNAL_ERROR;
+    if (is_refused()) return ACL_ERROR_RT_INTERNAL_ERROR;
     if (strikes(knobs().fail_run)) return ACL_ERROR_RT_SYS_DMA;
     ++counters().sync_copies;
     std::memcpy(target, source, n_bytes);
@@ -122,7 +130,7 @@ aclError aclrtMemcpyBatch(void** targets, size_t* target_max, void** sources, si
     const aclError error = read_batch(targets, target_max, sources, sizes, n_items, attributes, attribute_starts,
                                       n_attributes, failed, &items);
     if (error != ACL_SUCCESS) return error;
-    if (strikes(knobs().fail_submit)) return ACL_ERROR_RT_INTERNAL_ERROR;
+    if (is_refused()) return ACL_ERROR_RT_INTERNAL_ERROR;
     for (const CopyItem& item : items) std::memcpy(item.target, item.source, item.n_bytes);
     return ACL_SUCCESS;
 }

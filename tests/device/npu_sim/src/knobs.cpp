@@ -27,6 +27,7 @@ Knobs& knobs() {
         k->seed = number("NPU_SIM_SEED", 1);
         k->register_limit = number("NPU_SIM_REGISTER_LIMIT", -1);
         k->fail_submit = number("NPU_SIM_FAIL_SUBMIT", 0);
+        k->refusal_us = number("NPU_SIM_REFUSAL_US", 0);
         k->fail_run = number("NPU_SIM_FAIL_RUN", 0);
         k->fail_query = number("NPU_SIM_FAIL_QUERY", 0);
         k->faults_stay = number("NPU_SIM_FAULTS_STAY", 0);
@@ -42,7 +43,7 @@ Knobs& knobs() {
 bool Knobs::set(const char* name, long value) {
     const std::map<std::string, std::atomic<long>*> by_name{
         {"delay_us", &delay_us},       {"slow", &slow},         {"seed", &seed},
-        {"register_limit", &register_limit}, {"fail_submit", &fail_submit}, {"fail_run", &fail_run},
+        {"register_limit", &register_limit}, {"fail_submit", &fail_submit}, {"refusal_us", &refusal_us}, {"fail_run", &fail_run},
         {"fail_query", &fail_query},   {"faults_stay", &faults_stay},
     };
     const auto found = by_name.find(name);

@@ -18,6 +18,8 @@ struct Knobs {
     std::atomic<long> register_limit;
     // The nth copy from now on is refused when it is submitted; 0: none. NPU_SIM_FAIL_SUBMIT.
     std::atomic<long> fail_submit;
+    // How long such a refusal takes, in which whoever submitted it by a queue goes on. NPU_SIM_REFUSAL_US.
+    std::atomic<long> refusal_us;
     // The nth copy from now on fails while it runs; 0: none. NPU_SIM_FAIL_RUN.
     std::atomic<long> fail_run;
     // The nth query of an event from now on fails; 0: none. NPU_SIM_FAIL_QUERY.
