@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.cases import mutants as cases
+from tests.device import mutants as device
 from tests.property import mutants as core
 
 ROOT: Final = Path(__file__).parents[1]
@@ -349,9 +350,9 @@ dropped" have become: here a chunk that is being demoted stays until its copy ha
 
 
 def everything() -> list[Mutant]:
-    """Ours, the core's, hunted by its machines, and the behaviours that the cases guard."""
+    """Ours, the core's, hunted by its machines, the behaviours that the cases guard, and the device tier's."""
     planted = [Mutant(*planted, core.RUN) for planted in core.MUTANTS]
-    return OURS + planted + [Mutant(*planted) for planted in cases.GUARDED]
+    return OURS + planted + [Mutant(*planted) for planted in cases.GUARDED + device.GUARDED]
 
 
 def killed_by(mutant: Mutant) -> str | None:

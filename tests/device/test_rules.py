@@ -335,6 +335,22 @@ class TestFaults:
         assert isinstance(work.m.engine.poll()[0].error, ClosedError)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_polling_stops_at_the_first_that_has_not_ended(seed):
+    """With several in flight a poll asks those that have ended, and one more in each direction: never all of them."""
+    work = workload(seed, SimSchedule.COMPUTE_FIRST)
+    n_most = 0
+    for _ in range(60):
+        work.rng.choice((work.store, work.load))()
+        n_open, before = work.m.engine.n_open, work.m.runtime.n_calls["query"]
+        work.settle()
+        n_asked = work.m.runtime.n_calls["query"] - before
+        n_most = max(n_most, n_open)
+        assert n_asked <= n_open - work.m.engine.n_open + len(Direction)
+    assert n_most > 3, "nothing was in flight"
+    assert work.finish() == []
+
+
 def test_no_raw_handle_and_no_timing():
     """A raw stream handle overtakes what waits in a framework's queue, and reading timing events drains it."""
     for path in Path(tierkv.device.__file__).parent.glob("*.py"):
