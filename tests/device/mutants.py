@@ -33,8 +33,7 @@ GUARDED: Final = [
         "younger jobs are asked before the oldest has ended",
         ENGINE,
         "        while flights and self._has_ended(flights[0]):\n",
-        "        ended = [self._has_ended(flight) for flight in flights]\n"
-        "        for _ in range((*ended, False).index(False)):\n",
+        "        for _ in range((*[self._has_ended(one) for one in flights], False).index(False)):\n",
         RULES,
     ),
     (

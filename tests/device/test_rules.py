@@ -340,14 +340,15 @@ def test_polling_stops_at_the_first_that_has_not_ended(seed):
     """With several in flight a poll asks those that have ended, and one more in each direction: never all of them."""
     work = workload(seed, SimSchedule.COMPUTE_FIRST)
     n_most = 0
-    for _ in range(60):
-        work.rng.choice((work.store, work.load))()
+    for _ in range(20):
+        for _ in range(4):
+            work.rng.choice((work.store, work.load))()
         n_open, before = work.m.engine.n_open, work.m.runtime.n_calls["query"]
         work.settle()
         n_asked = work.m.runtime.n_calls["query"] - before
         n_most = max(n_most, n_open)
         assert n_asked <= n_open - work.m.engine.n_open + len(Direction)
-    assert n_most > 3, "nothing was in flight"
+    assert n_most >= 3, "nothing was in flight"
     assert work.finish() == []
 
 
