@@ -117,8 +117,8 @@ OURS: Final = [
     Mutant(
         "a held leaf is climbed past",
         POLICIES + "_leaf_order.py",
-        "        return None if parent.n_children or parent.held else parent\n",
-        "        return None if parent.n_children else parent\n",
+        "                if parent.n_children or parent.held:\n",
+        "                if parent.n_children:\n",
         "pytest tests/property/test_lru.py",
     ),
     Mutant(

@@ -11,7 +11,6 @@ whatever still touches it has ended: a copy into it (``writing``), a copy out of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from enum import Enum
 
 from tierkv.protocols import Seat
@@ -71,27 +70,3 @@ class Entry(Seat):
 def of_its_tenant(chunk: Chunk, stored: Chunk) -> Chunk:
     """A chunk as somebody asks for it, but of the tenant that stored it, where that is known."""
     return chunk._replace(tenant=stored.tenant) if stored.tenant and stored.tenant != chunk.tenant else chunk
-
-
-def pending_in_slots(
-    chunks: Iterable[Chunk], slots: Iterable[int], generations: Sequence[int], charge_nbytes: int
-) -> list[Entry]:
-    """``Entry(chunk, charge_nbytes, PENDING)`` in its slot, for each: a loop costs less than that many constructors."""
-    make = Entry.__new__
-    entries: list[Entry] = []
-    append = entries.append
-    for chunk, slot in zip(chunks, slots, strict=True):
-        entry = make(Entry)
-        entry.key = chunk[0]
-        entry.link = None
-        entry.stamp = entry.n_children = entry.holds = 0
-        entry.held = entry.owned = entry.writing = True
-        entry.queued = entry.stored = entry.promoted = entry.demote_refused = False
-        entry.heaped = None
-        entry.chunk = chunk
-        entry.charge_nbytes = charge_nbytes
-        entry.state = PENDING
-        entry.slot = slot
-        entry.generation = generations[slot]
-        append(entry)
-    return entries

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tierkv._entry import of_its_tenant
 from tierkv._flow import NOTHING, SLICE
@@ -42,7 +42,9 @@ UNSETTLED = -2
 """Answers of :meth:`Hierarchy.find`: no level has the key; no ledger knows it, but a tier should be probed."""
 
 
-_end_token = itemgetter(Chunk._fields.index("end_token"))
+_NBYTES: Final = 4
+_end_token = itemgetter(3)
+"""Fields of a chunk by number, which costs half of what a name does; ``test_fields_by_number`` holds them right."""
 
 
 class Offer(NamedTuple):
@@ -119,33 +121,29 @@ class Hierarchy(Room):
         one slot. Nothing offered, shielded, held or pending is evicted to make room; a full refusal changes nothing.
         ``tentative`` callers offer what was FULL again if told to ``retry``: it is counted only then.
         """
-        level, get, admits = self.levels[0], self.primary.get, self.primary.admits
-        slot_nbytes, everybody = level.plan.slot_nbytes, level.plan.admission is None
-        present: list[Entry] = []
-        refused: list[tuple[Chunk, Reason]] = []
-        fresh: dict[ChunkKey, Chunk] = {}
-        n_twice = 0
-        for chunk in chunks:
-            key = chunk[0]  # by number: every chunk that vLLM offers comes by
-            entry = get(key)
-            if entry is not None and self.primary.expired(entry) and not entry.holds:
-                self._leave(level, entry, Reason.EXPIRED)
-                entry = None
-            if entry is not None:
-                present.append(entry)
-            elif key in fresh:
-                n_twice += 1
-            elif chunk.nbytes > slot_nbytes:
-                refused.append((chunk, Reason.TOO_LARGE))
-            elif not (everybody or admits(chunk)):
-                refused.append((chunk, Reason.NOT_ADMITTED))
-            else:
-                fresh[key] = chunk
-        wanted = list(fresh.values())
+        if len(chunks) == 1 and (entry := self.offer_one(chunks[0])) is not None:
+            return Offer([entry], [], [])
+        return self._offer_many(chunks, shielded, tentative=tentative)
+
+    def offer_one(self, chunk: Chunk) -> Entry | None:
+        """:meth:`offer` where that takes no more than a free slot for a chunk that is not here. None: it takes more."""
+        if not self._undemanding or self.primary.get(chunk[0]) is not None or chunk.nbytes > self._slot_nbytes:
+            return None
+        taken = self.primary.reserve((chunk,))
+        if not taken:
+            return None
+        self.levels[0].counts.offered += 1
+        return taken[0]
+
+    def _offer_many(self, chunks: Sequence[Chunk], shielded: Collection[ChunkKey], *, tentative: bool) -> Offer:
+        level = self.levels[0]
+        present, refused, wanted = self._sift(chunks)
+        n_twice = len(chunks) - len(present) - len(refused) - len(wanted)
         if len(wanted) > 1:
             wanted.sort(key=_end_token)  # stable, and quick where they are in order
         reserved = self._take_primary(wanted, chunks, shielded) if wanted else []
-        refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
+        if len(reserved) < len(wanted):
+            refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
         n_again = len(wanted) - len(reserved) if tentative else 0
         retry = n_again > 0 and self.primary_busy
         n_again = n_again if retry else 0
@@ -156,6 +154,31 @@ class Hierarchy(Room):
         if level.min_free_nbytes:
             self._trim(level, chunks, shielded)
         return Offer(reserved, present, refused, retry)
+
+    def _sift(self, chunks: Sequence[Chunk]) -> tuple[list[Entry], list[tuple[Chunk, Reason]], list[Chunk]]:
+        """Which of the chunks are here, which may not enter, and which want room, each of those once."""
+        level, get, admits = self.levels[0], self.primary.get, self.primary.admits
+        slot_nbytes, everybody = self._slot_nbytes, level.plan.admission is None
+        present: list[Entry] = []
+        refused: list[tuple[Chunk, Reason]] = []
+        fresh: dict[ChunkKey, Chunk] = {}
+        for chunk in chunks:
+            key = chunk[0]  # by number: every chunk that vLLM offers comes by
+            entry = get(key)
+            if entry is not None and self.primary.expired(entry) and not entry.holds:
+                self._leave(level, entry, Reason.EXPIRED)
+                entry = None
+            if entry is not None:
+                present.append(entry)
+            elif key in fresh:
+                continue
+            elif chunk[_NBYTES] > slot_nbytes:
+                refused.append((chunk, Reason.TOO_LARGE))
+            elif not (everybody or admits(chunk)):
+                refused.append((chunk, Reason.NOT_ADMITTED))
+            else:
+                fresh[key] = chunk
+        return present, refused, list(fresh.values())
 
     def commit_store(self, entries: Iterable[Entry]) -> None:
         """The device's bytes are in these slots: the chunks can be read, and lower levels follow."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 
-from tierkv._entry import GONE, PENDING, READY, Entry, State, of_its_tenant, pending_in_slots
+from tierkv._entry import GONE, PENDING, READY, Entry, State, of_its_tenant
 from tierkv._order import KeyedOrder, SeatedOrder
+from tierkv._slots import Slots
 from tierkv.protocols import Admission, EvictionPolicy, Expiring, Seating
 from tierkv.types import Chunk, ChunkKey
 
@@ -50,9 +51,7 @@ class Ledger:
         self.n_pending = self.n_held = self.n_foreign = 0
         self._admission = admission
         self._charge = charge
-        self._slot_nbytes = slot_nbytes
-        self._free_slots = None if n_slots is None else list(range(n_slots - 1, -1, -1))
-        self._generations = [0] * (n_slots or 0)
+        self._slots = None if n_slots is None else Slots(n_slots, slot_nbytes)
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
         self.get = self._index.get
@@ -96,8 +95,8 @@ class Ledger:
         return [entry.chunk for entry in entries if entry.state is READY]
 
     def charge(self, chunk: Chunk) -> int:
-        if self._free_slots is not None:
-            return self._slot_nbytes
+        if self._slots is not None:
+            return self._slots.slot_nbytes
         return chunk.nbytes if self._charge is None else self._charge(chunk.nbytes)
 
     def admits(self, chunk: Chunk) -> bool:
@@ -113,35 +112,31 @@ class Ledger:
 
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
-        slots, index = self._free_slots, self._index
-        n = min(len(chunks), len(slots)) if slots is not None else self._n_fitting(chunks)
+        index = self._index
+        taken = self._slots.fill(chunks) if self._slots is not None else self._fitting(chunks)
+        n = len(taken)
         if not n:
-            return []
-        if n < len(chunks):
-            chunks = chunks[:n]
-        if slots is not None:
-            taken = pending_in_slots(chunks, reversed(slots[-n:]), self._generations, self._slot_nbytes)
-            del slots[-n:]
-        else:
-            taken = [Entry(chunk, self.charge(chunk), PENDING) for chunk in chunks]
+            return taken
         n_before = len(index)
         for entry in taken:
             index[entry.key] = entry
         assert len(index) == n_before + n, "a key is reserved once"
         self.n_pending += n
         self.pending_nbytes += self._charged(taken)
-        self._order.insert(taken, chunks)
+        self._order.insert(taken, chunks if n == len(chunks) else chunks[:n])
         return taken
 
-    def _n_fitting(self, chunks: Iterable[Chunk]) -> int:
-        """How many leading chunks fit into the free bytes."""
-        n, free = 0, self.free_nbytes
+    def _fitting(self, chunks: Iterable[Chunk]) -> list[Entry]:
+        """Entries for the leading chunks that fit into the free bytes."""
+        taken: list[Entry] = []
+        free = self.free_nbytes
         for chunk in chunks:
-            free -= self.charge(chunk)
+            charge = self.charge(chunk)
+            free -= charge
             if free < 0:
                 break
-            n += 1
-        return n
+            taken.append(Entry(chunk, charge, PENDING))
+        return taken
 
     def commit(self, *entries: Entry) -> None:
         """The copies into these PENDING entries have ended well: they can be read."""
@@ -243,8 +238,8 @@ class Ledger:
             self._order.release(idle)
 
     def _charged(self, entries: Sequence[Entry]) -> int:
-        if self._free_slots is not None:
-            return len(entries) * self._slot_nbytes
+        if self._slots is not None:
+            return len(entries) * self._slots.slot_nbytes
         return sum([entry.charge_nbytes for entry in entries])
 
     # -- leaving ------------------------------------------------------------------------------------------------
@@ -297,7 +292,7 @@ class Ledger:
 
     def evict(self, n_slots: int, spared: Iterable[Entry]) -> list[Entry] | None:
         """:meth:`victims` and :meth:`drop` at once, for slots and a policy that can. None: it cannot."""
-        at_once = self._free_slots is not None and not self.expires  # who leaves as expired is counted one by one
+        at_once = self._slots is not None and not self.expires  # who leaves as expired is counted one by one
         gone = self._order.evict(n_slots, spared) if at_once else None
         if gone is not None:
             self._vacate(gone)
@@ -345,16 +340,14 @@ class Ledger:
         self._vacate(entries)
 
     def _vacate(self, entries: Sequence[Entry]) -> None:
-        assert self._free_slots is not None
-        index, generations, put_back = self._index, self._generations, self._free_slots.append
+        assert self._slots is not None
+        index = self._index
         for entry in entries:
-            assert entry.state is READY and not entry.writing and not entry.holds
+            assert entry.state is READY and not entry.holds
             del index[entry.key]
             entry.state = GONE
-            slot = entry.slot
-            generations[slot] += 1
-            put_back(slot)
-        self.ready_nbytes -= len(entries) * self._slot_nbytes
+        self._slots.give_back(entries)
+        self.ready_nbytes -= self._charged(entries)
 
     def free(self, entry: Entry) -> None:
         """Give a GONE entry's space back. Nothing may touch it any more."""
@@ -363,9 +356,8 @@ class Ledger:
         if not entry.owned:
             return
         self.quarantined_nbytes -= entry.charge_nbytes
-        if self._free_slots is not None:
-            self._generations[entry.slot] += 1
-            self._free_slots.append(entry.slot)
+        if self._slots is not None:
+            self._slots.give_back((entry,))
 
     # -- proof --------------------------------------------------------------------------------------------------
 
@@ -387,14 +379,9 @@ class Ledger:
         assert (self.n_held, self.held_nbytes) == (len(held), sum(entry.charge_nbytes for entry in held))
         assert self.n_pending == sum(entry.state is PENDING for entry in entries)
         assert self.n_foreign == sum(not entry.owned for entry in entries)
-        self._check_slots(entries + gone)
+        if self._slots is not None:
+            self._slots.check(entries + gone)
+            assert self.free_nbytes == len(self._slots.free) * self._slots.slot_nbytes
+        else:
+            assert all(entry.slot == -1 for entry in entries + gone)
         self._order.check()
-
-    def _check_slots(self, entries: Sequence[Entry]) -> None:
-        if self._free_slots is None:
-            assert all(entry.slot == -1 for entry in entries)
-            return
-        used = [entry.slot for entry in entries]
-        assert sorted(used + self._free_slots) == list(range(len(self._generations))), "each slot is in one place"
-        assert all(self._generations[entry.slot] == entry.generation for entry in entries)
-        assert self.free_nbytes == len(self._free_slots) * self._slot_nbytes

@@ -21,7 +21,11 @@ class Room(Flow):
 
     def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False, evicts_ahead: bool = True) -> None:
         super().__init__(plans, record_events=record_events)
-        self._n_ahead = min(_MOST_AHEAD, (plans[0].n_slots or 0) >> _AHEAD_SHIFT) if evicts_ahead else 0
+        plan = plans[0]
+        self._slot_nbytes = plan.slot_nbytes
+        self._undemanding = plan.admission is None and not self.levels[0].demotes
+        """The primary takes whoever comes, and who leaves it leaves no copy: a free slot is all that an offer needs."""
+        self._n_ahead = min(_MOST_AHEAD, (plan.n_slots or 0) >> _AHEAD_SHIFT) if evicts_ahead else 0
 
     def _take_primary(
         self, wanted: Sequence[Chunk], request: Sequence[Chunk], shielded: Collection[ChunkKey]

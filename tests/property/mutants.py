@@ -59,8 +59,8 @@ class Mutant(NamedTuple):
     new: str
 
 
-LEDGER, ORDER, FLOW, ROOM, HIERARCHY, LEVEL = (
-    f"tierkv/_{name}.py" for name in ("ledger", "order", "flow", "room", "hierarchy", "level")
+LEDGER, SLOTS, ORDER, FLOW, ROOM, HIERARCHY, LEVEL = (
+    f"tierkv/_{name}.py" for name in ("ledger", "slots", "order", "flow", "room", "hierarchy", "level")
 )
 
 MUTANTS = [
@@ -270,7 +270,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot keeps its generation",
-        LEDGER,
+        SLOTS,
         "            generations[slot] += 1\n",
         "",
     ),

@@ -694,3 +694,8 @@ def test_the_same_operations_have_the_same_victims(writes: Writes) -> None:
         return run.stdout
 
     assert digest("0") == digest("1") == digest("2")
+
+
+def test_fields_by_number() -> None:
+    """Where every chunk of an offer comes by, its fields are read by number; these are their numbers."""
+    assert Chunk._fields[:5] == ("key", "parent", "group", "end_token", "nbytes")

@@ -162,20 +162,25 @@ class LeafOrder:
         self._heap.begin()
         self._put_aside()
         gone: list[Seat] = []
+        get, append = self._seats.get, gone.append
         while len(gone) < n_chunks:
             seat = self._first()
             if seat is None:
                 break
             bound = self._bound()
-            while True:
-                gone.append(seat)
-                stamp = seat.stamp
+            while True:  # up its chain; every chunk that leaves comes by, so what _child_left() does is written out
+                append(seat)
+                stamp, link = seat.stamp, seat.link
                 seat.stamp = 0
-                link = seat.link
                 if link is None:
                     break
-                parent = self._child_left(link, stamp)
-                if parent is None:
+                parent = get(link)
+                if parent is None or not parent.stamp:
+                    self._child_left(link, stamp)
+                    break
+                parent.n_children -= 1
+                parent.stamp = max(parent.stamp, stamp)
+                if parent.n_children or parent.held:
                     break
                 if parent.stamp > bound or len(gone) >= n_chunks:
                     self._heap.add(parent)

@@ -82,6 +82,9 @@ class LRU(LeafOrder):
 
     def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
         """Rank new chunks, and such as are here already, as the newest, the first of them above all."""
+        if len(seats) == 1 and not seats[0].stamp:
+            self._seat_one(seats[0], chunks[0])
+            return
         base = self._stamp
         stamp = self._stamp = base + len(seats)
         absent = self._absent
@@ -115,6 +118,29 @@ class LRU(LeafOrder):
         if before is not None:
             leaves.append(before)
         self._queue(list(dict.fromkeys(leaves)) if twice else leaves)
+
+    def _seat_one(self, seat: Seat, chunk: Chunk) -> None:
+        """The same for one new chunk: what a request in pieces of 1 pays each time."""
+        self._n_resident += 1
+        self._stamp = seat.stamp = stamp = self._stamp + 1
+        if self._absent:
+            seat.n_children = self._absent.pop(seat.key, 0)
+        parent_key = chunk[1]
+        if parent_key is not None:
+            parent = self._seats.get(parent_key)
+            if parent is None or not parent.stamp or parent is seat or seat.n_children:
+                self._link(seat, parent_key)
+            else:
+                seat.link = parent_key
+                parent.n_children += 1
+                if parent.queued:
+                    del self._line[parent.stamp]
+                    parent.queued = False
+                elif parent.heaped is not None:
+                    self._heap.drop(parent)
+        if not seat.n_children:
+            self._line[stamp] = seat
+            seat.queued = True
 
     def touch(self, seats: Sequence[Seat]) -> None:
         """Rank resident chunks as the newest, the first of them above all."""

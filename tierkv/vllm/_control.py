@@ -91,6 +91,7 @@ class ControlPage:
         self._n_ranks, self._n_slots = n_ranks, n_slots
         self._generation = generation
         self._held = held
+        self._closed = False
         self._lock = threading.Lock()
         self._bytes = self._memory.buffer
         self._words = self._bytes.cast("Q")
@@ -267,6 +268,7 @@ class ControlPage:
 
     def close(self) -> None:
         """Leave the page; for the creator also: close it to newcomers. Idempotent. Later calls raise ClosedError."""
+        self._closed = True
         if self._held is not None:
             self._held.close()
         self._words.release()
@@ -274,7 +276,7 @@ class ControlPage:
         self._memory.close()
 
     def _opened(self) -> memoryview:
-        if self._memory.closed:
+        if self._closed:
             raise ClosedError("the control page was closed")
         return self._words
 

@@ -69,6 +69,12 @@ class Jobs:
             stores[entry.key] = job
         return self._spec(job.ticket, entries, generation)
 
+    def open_store_of_one(self, entry: Entry, request: Request, generation: int) -> SlotSpec:
+        """:meth:`open_store` for one entry."""
+        ticket = next(self._tickets)
+        self._stores[entry.key] = StoreJob(ticket, [entry], request)
+        return SlotSpec((entry.slot,), (ticket,), generation, (entry.chunk.group,))
+
     def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
         job = LoadJob(next(self._tickets), entries)
@@ -89,6 +95,12 @@ class Jobs:
         Returns:
             The dropped entries, by job, oldest first. Keys without an open job are ignored: they are late.
         """
+        if len(keys) == 1:
+            (only,) = keys
+            job = self._stores.get(only)
+            if job is not None and len(job.entries) == 1:
+                del self._stores[only]
+                return [(job, bad)] if (bad := self._commit(job.ticket, job.entries, page)) else []
         jobs: dict[int, StoreJob] = {}
         closed: list[ChunkKey] = []
         pop, latest = self._stores.pop, None
@@ -99,7 +111,7 @@ class Jobs:
                 if job is not latest:
                     latest = jobs[job.ticket] = job
         dropped: list[tuple[StoreJob, list[Entry]]] = []
-        for ticket in sorted(jobs):
+        for ticket in sorted(jobs) if len(jobs) > 1 else jobs:
             job = jobs[ticket]
             entries = job.entries
             if len(entries) != len(closed) or len(jobs) > 1:

@@ -134,18 +134,17 @@ def _run(
 ) -> list[Chunk]:
     """Chunks of one group: each prefix chunk's parent is the last one before it that this request has named."""
     chunks: list[Chunk] = []
-    append = chunks.append
-    group_id, nbytes, sliding = group.group_id, group.nbytes, group.sliding
+    group_id, _, sliding, nbytes = group
     tenant = request.tenant
     before, parent = (0, None) if sliding else request.tails.get(group_id, (0, None))
     for key in keys:
         end = position(key) or 0
         if sliding or before >= end:
             parent = None
-        append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
+        chunks.append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
         before, parent = end, key
-    if chunks and not sliding:
-        request.tails[group_id] = (before, chunks[-1].key)
+    if parent is not None and not sliding:
+        request.tails[group_id] = (before, parent)
     return chunks
 
 

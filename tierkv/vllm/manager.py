@@ -160,6 +160,11 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             return _nothing()
         if request.hole is not None:
             chunks = self._reachable(chunks, request)
+        if len(chunks) == 1 and (entry := self.hierarchy.offer_one(chunks[0])) is not None:
+            self._reached(request, chunks)
+            self._metrics.allocations.append(1)
+            spec = self._jobs.open_store_of_one(entry, request, page.generation)
+            return PrepareStoreOutput([entry.key], spec, [])
         offer = self.hierarchy.offer(chunks, shielded=self._answered)
         if offer.refused:
             # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
@@ -179,9 +184,12 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
 
     def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
         """Storing is a use as well; chunks of one group come in order."""
-        for chunk in chunks if self._many_groups else chunks[-1:]:
-            if chunk.end_token > request.accessed_to.get(chunk.group, 0):
-                request.accessed_to[chunk.group] = chunk.end_token
+        if not chunks:
+            return
+        reached = request.accessed_to
+        for _, _, group, end_token, *_ in chunks if self._many_groups else (chunks[-1],):
+            if end_token > reached.get(group, 0):
+                reached[group] = end_token
 
     def _reachable(self, chunks: list[Chunk], request: Request) -> list[Chunk]:
         """Refuse what lies behind the request's hole, unless the hole was filled meanwhile."""
