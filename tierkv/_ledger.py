@@ -9,6 +9,7 @@ States of an entry are in :mod:`tierkv._entry`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 from tierkv._entry import GONE, PENDING, READY, Entry, State, of_its_tenant
 from tierkv._order import KeyedOrder, SeatedOrder
@@ -80,6 +81,10 @@ class Ledger:
     def free_nbytes(self) -> int:
         """Negative while a shared root's share has shrunk below what this owner holds."""
         return self.capacity_nbytes - self.pending_nbytes - self.ready_nbytes - self.quarantined_nbytes
+
+    def absent(self, keys: AbstractSet[ChunkKey]) -> bool:
+        """Whether none of them is here."""
+        return self._index.keys().isdisjoint(keys)
 
     @property
     def n_gone(self) -> int:

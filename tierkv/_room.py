@@ -80,9 +80,9 @@ class Room(Flow):
         """Primary entries of ``request``, of which ``wanted`` is absent, and of the parents of ``wanted``."""
         keys: list[ChunkKey | None] = [] if len(wanted) == len(request) else [chunk.key for chunk in request]
         before: ChunkKey | None = None
-        for key, parent, *_ in wanted:
-            if parent is not before:  # which is absent as well
-                keys.append(parent)
-            before = key
+        for chunk in wanted:
+            if chunk[1] is not before:  # which is absent as well
+                keys.append(chunk[1])
+            before = chunk[0]
         get = self.primary.get
         return [entry for key in dict.fromkeys(keys) if key is not None and (entry := get(key)) is not None]

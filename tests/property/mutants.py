@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         "what was offered displaces its parent",
         ROOM,
-        "                keys.append(parent)\n",
+        "                keys.append(chunk[1])\n",
         "                pass\n",
     ),
     Mutant(
