@@ -167,7 +167,7 @@ class LeafOrder:
             seat = self._first()
             if seat is None:
                 break
-            bound = self._bound()
+            bound: float | None = None
             while True:  # up its chain; every chunk that leaves comes by, so what _child_left() does is written out
                 append(seat)
                 stamp, link = seat.stamp, seat.link
@@ -182,6 +182,8 @@ class LeafOrder:
                 parent.stamp = max(parent.stamp, stamp)
                 if parent.n_children or parent.held:
                     break
+                if bound is None:
+                    bound = self._bound()
                 if parent.stamp > bound or len(gone) >= n_chunks:
                     self._heap.add(parent)
                     break
@@ -241,20 +243,25 @@ class LeafOrder:
     def _first(self) -> Seat | None:
         """Take out who leaves first. Those who are held are taken out on the way."""
         line = self._line
-        front: Seat | None = None
-        while line:
-            front = next(iter(line.values()))
+        while line and not self._heap.entries:
+            front = line.popitem(last=False)[1]
+            front.queued = False
             if not front.held:
+                return front
+        oldest: Seat | None = None
+        while line:
+            oldest = next(iter(line.values()))
+            if not oldest.held:
                 break
-            del line[front.stamp]
-            front.queued, front = False, None
-        early = self._take(front.stamp if front is not None else inf)
+            del line[oldest.stamp]
+            oldest.queued, oldest = False, None
+        early = self._take(oldest.stamp if oldest is not None else inf)
         if early is not None:
             self._heap.drop(early)
-        elif front is not None:
-            del line[front.stamp]
-            front.queued = False
-        return early or front
+        elif oldest is not None:
+            del line[oldest.stamp]
+            oldest.queued = False
+        return early or oldest
 
     def _bound(self) -> float:
         """A stamp below which nobody else who may leave can have."""

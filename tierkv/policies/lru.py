@@ -32,6 +32,10 @@ class LRU(LeafOrder):
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         own, known = self._own, self._seats
+        if own is not None and len(chunks) == 1 and chunks[0][0] not in known:
+            new = own[chunks[0][0]] = Seat(chunks[0][0])
+            self._seat_one(new, chunks[0])
+            return
         seats: list[Seat] = []
         for chunk in chunks:
             key = chunk[0]
@@ -43,7 +47,16 @@ class LRU(LeafOrder):
         self.seat(seats, chunks)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        known = self._seats
+        known, line = self._seats, self._line
+        if len(chunks) == 1:  # what a request in pieces of 1 pays each time
+            seat = known.get(chunks[0][0])
+            if seat is None:
+                return
+            if seat.queued and (seat.link is not None or chunks[0][1] is None):
+                del line[seat.stamp]
+                self._stamp = seat.stamp = stamp = self._stamp + 1
+                line[stamp] = seat
+                return
         seats: list[Seat] = []
         late: list[tuple[Seat, ChunkKey]] = []
         for chunk in chunks:
@@ -146,10 +159,14 @@ class LRU(LeafOrder):
         """Rank resident chunks as the newest, the first of them above all."""
         base = self._stamp
         stamp = self._stamp = base + len(seats)
+        line = self._line
         leaves: list[Seat] = []
         for seat in seats:
             if seat.stamp <= base:
-                if not seat.n_children:
+                if seat.queued:
+                    del line[seat.stamp]
+                    leaves.append(seat)
+                elif not seat.n_children:
                     self._leave_place(seat)
                     leaves.append(seat)
                 seat.stamp = stamp
