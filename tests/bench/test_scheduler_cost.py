@@ -36,6 +36,8 @@ from tierkv.vllm.manager import TierKVManager
 STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 TOKENS = 16
 SLOT_NBYTES = 4096
+NOISE = 1.6
+"""Both sides run in the same minute, not in the same cache: what else runs on the machine moves a ratio by a third."""
 OPS = ("offer", "stored", "lookup", "load", "loaded")
 
 
@@ -174,18 +176,18 @@ def show(results: dict[tuple[int, int], dict[str, list[float]]]) -> None:
 @pytest.mark.bench
 @pytest.mark.timeout(280)
 def test_cheaper_than_vllms_own_manager() -> None:
-    """A lookup costs no more than in vLLM's LRU manager, an offer and a load clearly less, whole or in pieces of 16.
+    """A lookup costs no more than in vLLM's LRU manager, an offer and a load a third, also in small pieces.
 
-    The bounds leave room for a noisy machine; the printed table has the figures. The aim of a third for offers and
-    loads is not reached: whole requests cost about half, pieces of 1 as much as in vLLM.
+    The bounds leave room for a noisy machine; the printed table has the figures. In pieces of 1 the calls themselves
+    cost most: there a third is reached only about.
     """
     results = table(100_000, 8)
     show(results)
     for (n_chunks, size), by_op in results.items():
         ratio = {op: ours / theirs for op, (ours, theirs) in by_op.items()}
-        assert ratio["lookup"] <= 1.25, (n_chunks, size, ratio)
-        assert ratio["load"] <= 1.0, (n_chunks, size, ratio)
-        assert ratio["offer"] <= (1.5 if size == 1 else 0.85), (n_chunks, size, ratio)
+        assert ratio["lookup"] <= 1.0 * NOISE, (n_chunks, size, ratio)
+        assert ratio["load"] <= NOISE / 3, (n_chunks, size, ratio)
+        assert ratio["offer"] <= NOISE / 3, (n_chunks, size, ratio)
 
 
 if __name__ == "__main__":
