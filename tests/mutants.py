@@ -244,8 +244,8 @@ OURS: Final = [
     Mutant(
         "a kept chunk that leaves makes its head last",
         POLICIES + "_leaf_order.py",
-        "            parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)\n",
-        "            parent.stamp = stamp\n",
+        "    parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)\n",
+        "    parent.stamp = stamp\n",
         "pytest tests/unit/test_hints.py -k takes_no_keep",
     ),
     Mutant(

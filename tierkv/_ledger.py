@@ -323,6 +323,8 @@ class Ledger:
     def remove(self, entry: Entry, *, evicted: bool) -> None:
         """Take an entry out of the index. Its space stays quarantined until :meth:`free`."""
         assert entry.state is not GONE
+        if entry.owned:
+            self._order.remove(entry, evicted=evicted)  # while the index, which it may share, has the key still
         del self._index[entry.key]
         if not entry.owned:
             self.n_foreign -= 1
@@ -334,7 +336,6 @@ class Ledger:
             else:
                 self.ready_nbytes -= entry.charge_nbytes
             self.quarantined_nbytes += entry.charge_nbytes
-            self._order.remove(entry, evicted=evicted)
         entry.state = GONE
         self._gone[id(entry)] = entry
 

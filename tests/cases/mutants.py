@@ -53,7 +53,7 @@ GUARDED: Final = [
     (
         "a key twice in one offer takes two slots",
         HIERARCHY,
-        "            elif key in fresh:\n                n_twice += 1\n",
+        "            and len(fresh) == len(chunks)\n",
         "",
         _hunt("sharing_room", "a05"),
     ),

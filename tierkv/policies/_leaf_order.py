@@ -179,7 +179,8 @@ class LeafOrder:
                     self._child_left(link, stamp)
                     break
                 parent.n_children -= 1
-                parent.stamp = max(parent.stamp, stamp)
+                if stamp > parent.stamp:
+                    _inherit(parent, stamp)
                 if parent.n_children or parent.held:
                     break
                 if bound is None:
@@ -306,7 +307,7 @@ class LeafOrder:
             return None
         parent.n_children -= 1
         if stamp > parent.stamp:
-            parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)
+            _inherit(parent, stamp)
         return None if parent.n_children or parent.held else parent
 
     def _put_aside(self) -> None:
@@ -317,3 +318,8 @@ class LeafOrder:
             if seat.held and seat.queued:
                 del self._line[seat.stamp]
                 seat.queued = False
+
+
+def _inherit(parent: Seat, stamp: int) -> None:
+    """Take the stamp of a newer child that has left, but not that it was to leave last."""
+    parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)
