@@ -95,7 +95,7 @@ OURS: Final = [
     ),
     Mutant(
         "a leased chunk is dropped because it has expired",
-        HIERARCHY,
+        "tierkv/_room.py",
         "            if entry is not None and self.primary.expired(entry) and not entry.holds:\n",
         "            if entry is not None and self.primary.expired(entry):\n",
         "pytest tests/unit/test_expired_leases.py",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from tierkv._entry import of_its_tenant
 from tierkv._flow import NOTHING, SLICE
@@ -42,9 +42,8 @@ UNSETTLED = -2
 """Answers of :meth:`Hierarchy.find`: no level has the key; no ledger knows it, but a tier should be probed."""
 
 
-_NBYTES: Final = 4
 _end_token = itemgetter(3)
-"""Fields of a chunk by number, which costs half of what a name does; ``test_fields_by_number`` holds them right."""
+"""By number, which costs half of what a name does; ``test_fields_by_number`` holds it right."""
 
 
 class Offer(NamedTuple):
@@ -154,39 +153,6 @@ class Hierarchy(Room):
         if level.min_free_nbytes:
             self._trim(level, chunks, shielded)
         return Offer(reserved, present, refused, retry)
-
-    def _sift(self, chunks: Sequence[Chunk]) -> tuple[list[Entry], list[tuple[Chunk, Reason]], list[Chunk]]:
-        """Which of the chunks are here, which may not enter, and which want room, each of those once."""
-        level, get, admits = self.levels[0], self.primary.get, self.primary.admits
-        slot_nbytes, everybody = self._slot_nbytes, level.plan.admission is None
-        fresh = {chunk[0]: chunk for chunk in chunks}
-        if (
-            self._undemanding
-            and len(fresh) == len(chunks)
-            and self.primary.absent(fresh.keys())
-            and max([chunk[_NBYTES] for chunk in chunks], default=0) <= slot_nbytes
-        ):
-            return [], [], list(chunks)  # the usual case, in a third of the time
-        present: list[Entry] = []
-        refused: list[tuple[Chunk, Reason]] = []
-        fresh.clear()
-        for chunk in chunks:
-            key = chunk[0]  # by number: every chunk that vLLM offers comes by
-            entry = get(key)
-            if entry is not None and self.primary.expired(entry) and not entry.holds:
-                self._leave(level, entry, Reason.EXPIRED)
-                entry = None
-            if entry is not None:
-                present.append(entry)
-            elif key in fresh:
-                continue
-            elif chunk[_NBYTES] > slot_nbytes:
-                refused.append((chunk, Reason.TOO_LARGE))
-            elif not (everybody or admits(chunk)):
-                refused.append((chunk, Reason.NOT_ADMITTED))
-            else:
-                fresh[key] = chunk
-        return present, refused, list(fresh.values())
 
     def commit_store(self, entries: Iterable[Entry]) -> None:
         """The device's bytes are in these slots: the chunks can be read, and lower levels follow."""

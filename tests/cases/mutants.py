@@ -8,6 +8,7 @@ FLOW: Final = "tierkv/_flow.py"
 HIERARCHY: Final = "tierkv/_hierarchy.py"
 LEASE: Final = "tierkv/_lease.py"
 LEVEL: Final = "tierkv/_level.py"
+ROOM: Final = "tierkv/_room.py"
 MOVER: Final = "tierkv/_mover.py"
 BOOKS: Final = "tierkv/tiers/_fs_books.py"
 IO: Final = "tierkv/tiers/_fs_io.py"
@@ -52,7 +53,7 @@ GUARDED: Final = [
     ),
     (
         "a key twice in one offer takes two slots",
-        HIERARCHY,
+        ROOM,
         "            and len(fresh) == len(chunks)\n",
         "",
         _hunt("sharing_room", "a05"),
