@@ -23,6 +23,8 @@ class Rig(Protocol):
     """One device for one example."""
 
     runtime: DeviceRuntime
+    submits_block: bool
+    """Set by the server: slots are pageable."""
 
     def pages(self, n_blocks: int, page_nbytes: int, row_nbytes: int) -> Pages:
         """Device memory of unknown content."""
@@ -48,8 +50,8 @@ class Rig(Protocol):
         """Whether :meth:`late` can keep the current stream from running at all while slots of this kind are in use."""
         ...
 
-    def late(self) -> AbstractContextManager[None]:
-        """Meanwhile the current stream runs late, or not at all."""
+    def late(self, stream: Any = None) -> AbstractContextManager[None]:
+        """Meanwhile a stream (None: the current one) runs late, or not at all."""
         ...
 
     def settle(self) -> None:
@@ -88,6 +90,7 @@ class SimRig:
         from tierkv.testing.simdevice import SimDevice, SimRuntime, SimSchedule
 
         self.sim = SimDevice(seed, SimSchedule(schedule))
+        self.submits_block = False
         self.runtime: Any = SimRuntime(self.sim)
         self._buffers: dict[int, Any] = {}
 
@@ -128,7 +131,7 @@ class SimRig:
         return kind is not HostKind.PAGEABLE  # the thread that copies such slots would spin, with the device to itself
 
     @contextlib.contextmanager
-    def late(self) -> Iterator[None]:
+    def late(self, stream: Any = None) -> Iterator[None]:
         held = True
 
         def gate() -> Iterator[None]:
@@ -136,11 +139,11 @@ class SimRig:
                 yield
 
         # On a stream of its own and named like what the schedule puts off: no schedule prefers it for ever.
-        stream, event = self.sim.new_stream("gate"), self.sim.new_event()
-        with self.sim.use(stream):
+        late, gated, event = stream or self.sim.current_stream(), self.sim.new_stream("gate"), self.sim.new_event()
+        with self.sim.use(gated):
             self.sim.launch(gate, name=self.sim.schedule.value.split("s_")[0].removesuffix("s"))
-        event.record(stream)
-        self.sim.current_stream().wait_event(event)
+        event.record(gated)
+        late.wait_event(event)
         try:
             yield
         finally:
@@ -177,6 +180,7 @@ class CpuRig:
         from tierkv.device.cpu import CpuRuntime
 
         self.runtime: Any = CpuRuntime()
+        self.submits_block = False
 
     def pages(self, n_blocks: int, page_nbytes: int, row_nbytes: int) -> Pages:
         wide: Any = np.full((n_blocks, row_nbytes), 0xDB, np.uint8)
@@ -197,7 +201,7 @@ class CpuRig:
     def holds(self, kind: HostKind) -> bool:
         return False
 
-    def late(self) -> AbstractContextManager[None]:
+    def late(self, stream: Any = None) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def settle(self) -> None: ...
@@ -223,6 +227,8 @@ class TorchRig:
         self.torch = torch
         self.runtime = runtime
         self.standin = standin
+        self.submits_block = False
+        """Whether torch_npu's queue may stand still behind a copy of pageable memory: then nobody may wait for it."""
         self._kept: list[Any] = []  # host sides of copies under way
 
     def pages(self, n_blocks: int, page_nbytes: int, row_nbytes: int) -> Pages:
@@ -248,10 +254,10 @@ class TorchRig:
         return self.standin is not None
 
     @contextlib.contextmanager
-    def late(self) -> Iterator[None]:
+    def late(self, stream: Any = None) -> Iterator[None]:
         if self.standin is not None:
-            self.standin.settle()  # what was queued before is not late
-            with self.standin.held(self.torch.accelerator.current_stream().native_handle):
+            self.settle()  # what was queued before is not late
+            with self.standin.held((stream or self.torch.accelerator.current_stream()).native_handle):
                 yield
             return
         if self.runtime.name == "cuda":
@@ -259,8 +265,12 @@ class TorchRig:
         yield
 
     def settle(self) -> None:
-        if self.standin is not None:
-            self.standin.settle()
+        if self.standin is None:
+            return
+        if not self.submits_block:
+            # Reading the handle makes torch_npu hand over what is still in its own queue, unseen by the stand-in.
+            _ = self.torch.npu.current_stream().npu_stream
+        self.standin.settle()
 
     def synchronize(self) -> None:
         self.torch.accelerator.synchronize()

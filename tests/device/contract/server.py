@@ -65,13 +65,16 @@ class Flying:
 class Server:
     """Blocks and slots with a model of what each holds. Close it: that is when the last bytes are compared."""
 
-    def __init__(self, rig: Rig, shape: Shape, kind: HostKind, seed: int = 0) -> None:
+    def __init__(
+        self, rig: Rig, shape: Shape, kind: HostKind, seed: int = 0, *, engine: type[TransferEngine] = TransferEngine
+    ) -> None:
         self.rig, self.shape, self.random = rig, shape, random.Random(seed)
         self.layout = shape.layout()
         row = [padded + shape.row_gap for padded, _ in shape.pages]
         self.pages = [rig.pages(shape.n_blocks, p, r) for (p, _), r in zip(shape.pages, row, strict=True)]
         self.slots = slots_of(rig, kind, shape.n_slots, shape.stride_nbytes, per_piece=4)
-        self.engine = TransferEngine(rig.runtime, self.layout, self.pages, self.slots)
+        rig.submits_block = self.slots.kind is HostKind.PAGEABLE
+        self.engine = engine(rig.runtime, self.layout, self.pages, self.slots)
         self.content: dict[tuple[int, int], bytes] = {}  # by tensor and block: what the next kernel must see
         self.chunks: dict[int, tuple[int, dict[int, bool]]] = {}  # by ready slot: group, subs that were stored
         self.in_slot = {slot: bytes(self.slots.view(slot)) for slot in range(shape.n_slots)}

@@ -1,0 +1,97 @@
+"""The contract dies of the bugs that it is there for: an engine with one of them, under the order tests' own steps."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from tests.device.contract.server import Server, Shape
+from tierkv.device.engine import TransferEngine
+from tierkv.device.runtime import Direction, HostKind
+
+SHAPE = Shape(((512, 512),), ((0,),), 4)
+
+
+class _NoProducer(TransferEngine):
+    """Copies of one direction do not wait for earlier work on their blocks."""
+
+    direction: Direction
+
+    def _launch(self, flight: Any) -> None:
+        if flight.job.direction is self.direction:
+            flight.ready = self._runtime.new_event()  # never recorded, so nothing is waited for
+        super()._launch(flight)
+
+
+class StoreWithoutProducer(_NoProducer):
+    direction = Direction.STORE
+
+
+class LoadWithoutProducer(_NoProducer):
+    direction = Direction.LOAD
+
+
+class EndedAtOnce(TransferEngine):
+    """A job counts as ended when it is polled."""
+
+    def _has_ended(self, flight: Any) -> bool:
+        return True
+
+
+class EventOnTheWrongStream(TransferEngine):
+    """The job's event is the producer's: it happens when the kernel has run, not the copy."""
+
+    def _launch(self, flight: Any) -> None:
+        super()._launch(flight)
+        flight.event = self._runtime.new_event()
+        flight.event.record(self._runtime.current_stream())
+
+
+def _run(server: Server) -> None:
+    """A store of a block that is being written, a load into one that is being zeroed; a store that cannot run yet."""
+    server.store(0, [0, 1, 2, 3], 0, [5])
+    server.engine.wait()
+    server.poll()
+    server.rig.synchronize()
+    with server.rig.late():
+        server.write(0, 6, bytes([6]) * 512)
+        server.store(0, [6], 0, [2])
+        server.write(0, 9, bytes(512))
+        server.load(0, [9], 1, [5])
+        server.rig.settle()
+        assert server.poll() == []
+    with server.rig.late(server.engine._streams[Direction.STORE]):
+        server.store(0, [10], 0, [1])
+        server.rig.settle()
+        assert [done for done in server.poll() if done.job.id == server.n_jobs] == []
+    for _ in range(200):
+        if not server.flying:
+            break
+        server.rig.settle()
+        server.poll()
+    server.close()
+
+
+@pytest.mark.parametrize("kind", [HostKind.PINNED, HostKind.REGISTERED])
+@pytest.mark.parametrize(
+    "engine", [TransferEngine, StoreWithoutProducer, LoadWithoutProducer, EndedAtOnce, EventOnTheWrongStream]
+)
+def test_a_planted_bug_is_found(make_rig, engine, kind):
+    """Wrong bytes, an end told too early, a race: each of them is an error here, and the engine as it is has none."""
+    rig = make_rig()
+    if not rig.holds(kind):
+        rig.close()
+        pytest.skip("the producer's stream cannot be held back here")
+    server = Server(rig, SHAPE, kind, engine=engine)
+    if server.slots.kind is HostKind.PAGEABLE:
+        server.abandon()
+        pytest.skip("this device does not register memory")
+    if engine is TransferEngine:
+        _run(server)
+        return
+    with pytest.raises(AssertionError):
+        _run(server)
+    with contextlib.suppress(AssertionError):
+        server.abandon()
