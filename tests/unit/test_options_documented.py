@@ -51,7 +51,7 @@ def test_every_option_of_tune_is_documented() -> None:
     assert _documented("## Options", REFERENCE / "tune.md") == _offered("tune")
 
 
-@pytest.mark.parametrize("command", ["du", "ls", "verify"])
+@pytest.mark.parametrize("command", ["du", "ls", "verify", "doctor"])
 def test_every_option_of_the_commands_on_a_root_is_documented(command: str) -> None:
     """The table of the command has the options that it takes, no more and no fewer."""
     assert _documented(f"## `tierkv {command} ROOT", REFERENCE / "root-commands.md") == _offered(command)

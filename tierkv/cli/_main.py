@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from tierkv.cli import _bench, _bench_device, _root, _tune, _tune_plan
+from tierkv.cli import _bench, _bench_device, _doctor, _root, _tune, _tune_plan
 from tierkv.cli._demo import DESCRIPTION, add_arguments, run
 from tierkv.errors import ConfigError, TierKVError
 
@@ -96,6 +96,9 @@ def _add_root_commands(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     _root.add_verify_arguments(verify)
     verify.set_defaults(run=_root.run_verify, prog=verify.prog)
+    doctor = commands.add_parser("doctor", help="why does it stay empty, or slow?", description=_doctor.DESCRIPTION)
+    _doctor.add_arguments(doctor)
+    doctor.set_defaults(run=_doctor.run, prog=doctor.prog)
 
 
 def _version() -> str:

@@ -38,6 +38,7 @@ from tierkv.tiers._fs_list import leaf_times_ns
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_ops import Operations
 from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs_probe import default_min_free_nbytes
 from tierkv.tiers._fs_scan import Gate, Scanner
 from tierkv.types import Chunk, ChunkKey
 
@@ -45,7 +46,6 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 1.0
 """How often an owner looks at the others: it bounds how long a newcomer waits for its share."""
-_MOST_DEFAULT_FREE_NBYTES: Final = 1 << 30
 _A_ROOT: Final = "a directory, or a path where one can be made"
 _NEVER_A_ROOT: Final = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT)
 COUNTERS: Final = (
@@ -270,8 +270,7 @@ class Mount:
     def _decide_min_free(self) -> int:
         if self._wishes.min_free_nbytes is not None:
             return self._wishes.min_free_nbytes
-        found = os.fstatvfs(self._root_fd)
-        return min(_MOST_DEFAULT_FREE_NBYTES, found.f_blocks * found.f_frsize // 20)
+        return default_min_free_nbytes(os.fstatvfs(self._root_fd))
 
     def _decide_capacity(self, ours_nbytes: int) -> int:
         asked = [n for n in (self._wishes.capacity_nbytes, self._ctx.capacity_nbytes) if n]
