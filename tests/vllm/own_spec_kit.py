@@ -80,12 +80,19 @@ class OwnSpec:
         tiers: ``secondary_tiers``.
         n_slots: chunks that vLLM's primary holds.
         model: what the weights' digest is made of; None: nothing vouches for them.
+        page_nbytes: bytes of a block; requests are served with rows of one size only, ``ROW``.
     """
 
-    def __init__(self, *tiers: dict[str, Any], n_slots: int = 8, model: str | None = "model", **extra: Any) -> None:
-        config = offloading_config(
-            {"cpu_bytes_to_use": n_slots * ROW, "secondary_tiers": list(tiers)} | extra, page_nbytes=ROW
-        )
+    def __init__(
+        self,
+        *tiers: dict[str, Any],
+        n_slots: int = 8,
+        model: str | None = "model",
+        page_nbytes: int = ROW,
+        **extra: Any,
+    ) -> None:
+        extra = {"cpu_bytes_to_use": n_slots * ROW, "secondary_tiers": list(tiers)} | extra
+        config = offloading_config(extra, page_nbytes=page_nbytes)
         self.spec: Any = TieringOffloadingSpec(config)
         digest = None if model is None else hashlib.sha256(model.encode()).digest()
         with mock.patch.object(_identity, "identity_digest", return_value=digest):
@@ -177,9 +184,10 @@ class OwnSpec:
         """Every job of vLLM's has ended."""
         self.until(lambda: not self.manager.has_pending_work())
 
-    def ready(self) -> OwnSpec:
-        """The tier is open and its root scanned."""
-        self.until(lambda: self.tier.hierarchy.levels[1].open and self.tier.hierarchy.levels[1].plan.writable())
+    def ready(self, n_held: int = 0) -> OwnSpec:
+        """The tier is open, its root is scanned, and our ledger knows of ``n_held`` chunks of earlier runs."""
+        level = self.tier.hierarchy.levels[1]
+        self.until(lambda: level.open and level.plan.writable() and len(level.ledger) >= n_held)
         return self
 
     def held(self) -> list[Any]:
