@@ -168,6 +168,9 @@ class Fading:
         del self._born[key]
         self._inner.on_remove(key, evicted=evicted)
 
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        self._inner.on_hint(key, turn)
+
     def expired(self, chunk: Chunk) -> bool:
         return self._clock() - self._born[chunk.key] >= self._ttl_s
 
