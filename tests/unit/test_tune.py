@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import itertools
 import json
@@ -323,6 +324,20 @@ def test_the_drawing_has_a_curve_for_each_order(name: str, chat: Path, tmp_path:
     assert [len((line.get("points") or "").split()) for line in lines] == [3, 3, 3]
     assert f"{100 - report['policies'][1]['token_hit_percent'][2]:.1f}" in text
     assert "leaf_first &gt; mq" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
+def test_png_without_matplotlib_is_one_sentence(chat: Path) -> None:
+    """What is missing is said before the work, with what to do instead."""
+    with pytest.raises(ConfigError, match=r"as long as matplotlib is not installed .* nearest valid value: a.html"):
+        report_of(chat, "--plot", "a.png")
+
+
+def test_a_drawing_for_documents(chat: Path, tmp_path: Path) -> None:
+    """With matplotlib, where it is installed, the same curves as PNG."""
+    pytest.importorskip("matplotlib")
+    draw(report_of(chat, "--policies", "lru", "--capacities", "5%,20%"), str(tmp_path / "curves.png"))
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

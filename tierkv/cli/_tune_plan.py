@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -179,8 +179,9 @@ def _capacity(option: str, text: str, trace: Trace, block_nbytes: int | None) ->
 def _check_plot(path: str) -> None:
     if not path.endswith(PLOTS):
         raise bad_setting("--plot", path, f"a file that ends in one of {', '.join(PLOTS)}", f"{path}.html")
-    if path.endswith(".png"):
-        importlib.import_module("matplotlib")  # an extra: its lack ends the command before the work, not after
+    if path.endswith(".png") and importlib.util.find_spec("matplotlib") is None:
+        allowed = "a file that ends in .html or .svg, as long as matplotlib is not installed (the extra plot brings it)"
+        raise bad_setting("--plot", path, allowed, f"{path[:-4]}.html")
 
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(folder, os.W_OK):
