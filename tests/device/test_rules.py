@@ -57,7 +57,7 @@ def check_at_rest(work: Workload) -> None:
 
 def finds(bug, seed: int, schedule: SimSchedule) -> None:
     with pytest.raises(RaceError):
-        workload(seed, schedule, bug).run(200)
+        workload(seed, schedule, bug).run(1000)  # it ends with the first race
 
 
 @schedules
