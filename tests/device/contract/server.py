@@ -11,6 +11,7 @@ from tests.device.contract.rigs import DIRT, Rig, fresh_bytes, slots_of
 from tierkv.device.engine import CopyDone, CopyJob, TransferEngine
 from tierkv.device.layout import DeviceLayout, GroupCopy, PageRef
 from tierkv.device.runtime import Direction, HostKind
+from tierkv.device.staging import StagedRuntime
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
 _ALIGN = 4096
@@ -63,10 +64,20 @@ class Flying:
 
 
 class Server:
-    """Blocks and slots with a model of what each holds. Close it: that is when the last bytes are compared."""
+    """Blocks and slots with a model of what each holds. Close it: that is when the last bytes are compared.
+
+    With ``half_nbytes`` copies go through a pinned ring with halves of that size.
+    """
 
     def __init__(
-        self, rig: Rig, shape: Shape, kind: HostKind, seed: int = 0, *, engine: type[TransferEngine] = TransferEngine
+        self,
+        rig: Rig,
+        shape: Shape,
+        kind: HostKind,
+        seed: int = 0,
+        *,
+        engine: type[TransferEngine] = TransferEngine,
+        half_nbytes: int = 0,
     ) -> None:
         self.rig, self.shape, self.random = rig, shape, random.Random(seed)
         self.layout = shape.layout()
@@ -74,7 +85,8 @@ class Server:
         self.pages = [rig.pages(shape.n_blocks, p, r) for (p, _), r in zip(shape.pages, row, strict=True)]
         self.slots = slots_of(rig, kind, shape.n_slots, shape.stride_nbytes, per_piece=4)
         rig.submits_block = self.slots.kind is HostKind.PAGEABLE
-        self.engine = engine(rig.runtime, self.layout, self.pages, self.slots)
+        runtime = StagedRuntime(rig.runtime, half_nbytes=half_nbytes) if half_nbytes else rig.runtime
+        self.engine = engine(runtime, self.layout, self.pages, self.slots)
         self.content: dict[tuple[int, int], bytes] = {}  # by tensor and block: what the next kernel must see
         self.chunks: dict[int, tuple[int, dict[int, bool]]] = {}  # by ready slot: group, subs that were stored
         self.in_slot = {slot: bytes(self.slots.view(slot)) for slot in range(shape.n_slots)}

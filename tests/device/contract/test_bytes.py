@@ -14,6 +14,11 @@ from tierkv.device.runtime import HostKind
 
 N_EXAMPLES = int(os.environ.get("TIERKV_CONTRACT_EXAMPLES", "12"))
 
+KINDS = [*((kind, 0) for kind in HostKind), (HostKind.PAGEABLE, 4096)]
+"""And pageable slots by way of a pinned ring, too small for the longest pages and for most batches."""
+
+IDS = [*(kind.value for kind in HostKind), "staged"]
+
 
 @st.composite
 def shapes(draw: st.DrawFn) -> Shape:
@@ -93,14 +98,14 @@ def _load(server: Server, rng: random.Random) -> Flying | None:
     return server.load(group, blocks, start + server.shape.blocks_per_chunk * rng.randrange(3), [slot])
 
 
-@pytest.mark.parametrize("kind", list(HostKind))
-def test_every_byte_comes_back(make_rig, kind):
+@pytest.mark.parametrize(("kind", "half_nbytes"), KINDS, ids=IDS)
+def test_every_byte_comes_back(make_rig, kind, half_nbytes):
     """Stores of blocks still being written, loads into blocks still being zeroed, reuse as soon as it is allowed."""
 
     @settings(max_examples=N_EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(shape=shapes(), steps=STEPS, seed=st.integers(0, 1 << 16))
     def run(shape: Shape, steps: list[tuple[str, int]], seed: int) -> None:
-        server = Server(make_rig(seed), shape, kind)
+        server = Server(make_rig(seed), shape, kind, half_nbytes=half_nbytes)
         try:
             play(server, [*steps[:2], ("store", seed), ("wait", 0), *steps[2:], ("load", seed)])
         except BaseException:
@@ -113,11 +118,11 @@ def test_every_byte_comes_back(make_rig, kind):
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3, 4, 8])
-@pytest.mark.parametrize("kind", list(HostKind))
-def test_a_prefix_that_begins_and_ends_within_chunks(make_rig, kind, blocks_per_chunk):
+@pytest.mark.parametrize(("kind", "half_nbytes"), KINDS, ids=IDS)
+def test_a_prefix_that_begins_and_ends_within_chunks(make_rig, kind, half_nbytes, blocks_per_chunk):
     """Every first block and every length over three chunks, stored and loaded back elsewhere."""
     shape = Shape(((256, 200), (64, 64)), ((0, 1),), blocks_per_chunk, n_blocks=6 * blocks_per_chunk)
-    server = Server(make_rig(blocks_per_chunk), shape, kind)
+    server = Server(make_rig(blocks_per_chunk), shape, kind, half_nbytes=min(half_nbytes, 512))
     n = 3 * blocks_per_chunk
     blocks = server.random.sample(range(2 * n), 2 * n)
     for first in range(blocks_per_chunk):
