@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.v1.kv_offload.base import TierFilter, TierMatcher
@@ -14,6 +16,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from tests.vllm.manager_kit import keys_of, offloading_config
 from tests.vllm.own_spec_kit import GATE, HIT, MISS, PENDING, RETRY, ROW, GateTier, OwnSpec, fs, own_spec
 from tierkv.errors import ConfigError, TierError
+from tierkv.vllm import _identity
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -81,6 +84,30 @@ def test_another_layout_is_another_namespace(tmp_path):
     with own_spec(fs(tmp_path)) as engine:
         assert engine.tier._identity.identities() != first
         assert engine.ready(3).serve(keys) == 3
+
+
+def test_whatever_decides_a_layout_is_in_the_identity():
+    """One thing of vLLM's configuration changed, each time another: no two of them share a namespace."""
+    config = offloading_config({}, page_nbytes=ROW)
+    parallel, group = config.parallel, config.groups[0]
+    changed = [
+        config,
+        replace(config, canonical_layout=True),
+        replace(config, replicated_layout=True),
+        replace(config, kv_cache_layout="NHD"),
+        replace(config, worker_kv_bytes_per_block=ROW // 2),
+        replace(config, cache=replace(config.cache, blocks_per_chunk=2)),
+        replace(config, model=replace(config.model, dtype="bfloat16")),
+        replace(config, parallel=replace(parallel, tp_size=2, world_size=2)),
+        replace(config, parallel=replace(parallel, pp_size=2, world_size=2)),
+        replace(config, groups=(replace(group, layer_names=("other",)),)),
+        replace(config, groups=(replace(group, tokens_per_block=32),)),
+    ]
+    with mock.patch.object(_identity, "identity_digest", return_value=bytes(32)):
+        digests = {_identity.SchedulerIdentity(each, ROW).identities() for each in changed}
+        assert len(digests) == len(changed)
+        renamed = replace(config, engine_id="other", extra_config={"cpu_bytes_to_use": 1})
+        assert _identity.SchedulerIdentity(renamed, ROW).identities() in digests
 
 
 def test_a_damaged_file_is_one_miss(tmp_path):
@@ -222,13 +249,13 @@ def test_a_request_that_runs_may_ask_again(tmp_path):
         engine.ready().serve(keys)
         engine.empty_primary()
         context = engine.request(keys)
-        for _ in range(2):
+        for i in range(3):
             engine.until(lambda: engine.lookup(keys, context) == [HIT] * 3)
             engine.load(keys, context)
-            engine.step(new=[context.req_id])
+            engine.step(new=[] if i else [context.req_id])  # vLLM calls it new once
             engine.step(preempted=[context.req_id])
             engine.empty_primary()
-        assert engine.statistics().n_read == 6
+        assert engine.statistics().n_read == 9
 
 
 def test_an_id_that_comes_again_owes_nothing(tmp_path):
