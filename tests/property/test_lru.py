@@ -427,6 +427,17 @@ def test_what_is_held_protects_its_ancestors() -> None:
     assert names(policy) == before
 
 
+def test_an_eviction_stops_at_what_is_held() -> None:
+    """A batch that climbs a chain leaves what is held, and all above it, until it is let go."""
+    policy = LRU()
+    policy.on_insert(chain("a", 3))
+    policy.hold(ChunkKey(b"a1"))
+    assert policy.evict(5) == [b"a2"]
+    assert policy.evict(5) == []
+    policy.release(ChunkKey(b"a1"))
+    assert policy.evict(5) == [b"a1", b"a0"]
+
+
 def test_held_chunks_are_met_once() -> None:
     """However often victims are asked for afterwards, what is held is not walked over again."""
     policy = LRU()
