@@ -699,3 +699,15 @@ def test_the_same_operations_have_the_same_victims(writes: Writes) -> None:
 def test_fields_by_number() -> None:
     """Where every chunk of an offer comes by, its fields are read by number; these are their numbers."""
     assert Chunk._fields[:5] == ("key", "parent", "group", "end_token", "nbytes")
+
+
+def test_an_offer_does_not_displace_its_parent() -> None:
+    """The oldest leaf of a full primary stays if it is the parent of what is offered; the next one leaves."""
+    h = Hierarchy([LevelPlan("primary", 0, LRU(), n_slots=2, slot_nbytes=64)])
+    head, other = Chunk(ChunkKey(b"head"), end_token=8, nbytes=64), Chunk(ChunkKey(b"other"), end_token=8, nbytes=64)
+    for chunk in (head, other):
+        h.commit_store(h.offer([chunk]).reserved)
+    tail = Chunk(ChunkKey(b"tail"), head.key, 0, 16, 64)
+    assert len(h.offer([tail]).reserved) == 1
+    assert h.primary.get(head.key) is not None and h.primary.get(other.key) is None
+    h.check()
