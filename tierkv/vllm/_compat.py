@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import vllm.config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 from vllm.v1.kv_offload import base
 
 try:  # 0.32
@@ -35,6 +35,7 @@ __all__ = [
     "offloaded_groups",
     "position_getter",
     "record",
+    "recurrent_group_ids",
     "request_state",
     "sliding_group_ids",
     "sliding_groups",
@@ -103,6 +104,13 @@ def sliding_group_ids() -> frozenset[int]:
     kv_cache_config = callers_local("kv_cache_config", "kv_cache_groups")
     groups = enumerate(getattr(kv_cache_config, "kv_cache_groups", ()))
     return frozenset(i for i, group in groups if not isinstance(group.kv_cache_spec, FullAttentionSpec))
+
+
+def recurrent_group_ids() -> frozenset[int]:
+    """Groups that keep a state instead of tokens; empty where no caller holds the KV-cache configuration."""
+    kv_cache_config = callers_local("kv_cache_config", "kv_cache_groups")
+    groups = enumerate(getattr(kv_cache_config, "kv_cache_groups", ()))
+    return frozenset(i for i, group in groups if isinstance(group.kv_cache_spec, MambaSpec))
 
 
 def callers_local(name: str, attribute: str) -> Any:

@@ -40,7 +40,15 @@ def start_worker(spec: Any, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
             page.close()
             pool.close()
 
-        return open_worker(spec.config, kv_caches, pool=pool, page=page, shared=spec.shared, release=release)
+        return open_worker(
+            spec.config,
+            kv_caches,
+            pool=pool,
+            page=page,
+            shared=spec.shared,
+            recurrent=spec.recurrent,
+            release=release,
+        )
     except BaseException:
         if page is not None:
             page.close()

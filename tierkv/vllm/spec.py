@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from tierkv.errors import bad_setting
-from tierkv.vllm import _assembly, _meeting, _metrics
+from tierkv.vllm import _assembly, _compat, _meeting, _metrics
 from tierkv.vllm._spec_types import ChunkGeometry
 from tierkv.vllm.options import check_capacity, check_reserve, check_tier_capacity, parse_options
 
@@ -45,6 +45,7 @@ class _Spec(OffloadingSpec):  # type: ignore[misc]
         self.options = parse_options(config.extra_config, tiered=self.tiered)
         for sentence in self.options.warnings:
             _warn(sentence)
+        self.recurrent = _compat.recurrent_group_ids()
         self.shared = self._is_shared()
         self.geometry = ChunkGeometry.of(config, shared=self.shared)
         n_ranks = config.parallel.world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
@@ -19,6 +19,7 @@ from tierkv.device.runtime import DeviceLostError
 from tierkv.errors import TierError
 from tierkv.tiers._mapping import SlotMapping
 from tierkv.vllm import _compat, _control
+from tierkv.vllm._holes import Offered, without_holes
 from tierkv.vllm._identity import identity_digest, kv_shapes, layout_digest
 from tierkv.vllm._spec_types import ChunkGeometry, SlotSpec
 
@@ -38,6 +39,7 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         page: the control page, where ends are stamped.
         rank: this worker's rank.
         group_ids: the group number in keys of each group of the layout.
+        recurrent: of these, the groups that keep a state instead of tokens.
         release: called once when nothing touches pool and control page any more.
 
     Raises:
@@ -53,8 +55,11 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         page: _control.ControlPage,
         rank: int,
         group_ids: tuple[int, ...],
+        recurrent: Collection[int] = (),
         release: Callable[[], None] = lambda: None,
     ) -> None:
+        self._blocks_per_chunk = layout.blocks_per_chunk
+        self._recurrent = frozenset(position for position, group in enumerate(group_ids) if group in recurrent)
         self._page = page
         self._rank = rank
         self._positions = {group: position for position, group in enumerate(group_ids)}
@@ -101,18 +106,23 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
         if unknown or spec.generation not in {0, self._page.generation}:
             what = f"groups {unknown}, which this worker has not" if unknown else "slots of another pool"
             # It still waits its turn in the engine: a stamp says that every earlier copy on the slot has ended.
-            self._tier.refuse(direction, job_id, TierError("device", f"the job names {what}"), tag=spec)
+            self._tier.refuse(direction, job_id, TierError("device", f"the job names {what}"), tag=(spec, ()))
             return True
+        offered = Offered(blocks.block_ids.tolist(), blocks.group_sizes, blocks.block_indices)
+        dropped: Sequence[int] = ()
+        if direction is Direction.STORE:
+            offered, dropped = without_holes(offered, self._blocks_per_chunk, self._recurrent)
+        kept = [place for place in range(len(spec.slots)) if place not in dropped]
         self._tier.submit(
             direction,
-            blocks.block_ids.tolist(),
-            spec.slots,
-            group_sizes=blocks.group_sizes,
-            first_blocks=blocks.block_indices,
-            slot_groups=[self._positions[group] for group in spec.groups] if spec.groups else None,
+            offered.blocks,
+            [spec.slots[place] for place in kept],
+            group_sizes=offered.group_sizes,
+            first_blocks=offered.first_blocks,
+            slot_groups=[self._positions[spec.groups[place]] for place in kept] if spec.groups else None,
             whole=direction is Direction.STORE,
             job_id=job_id,
-            tag=spec,
+            tag=(spec, dropped),
         )
         return True
 
@@ -131,10 +141,17 @@ class TierKVWorker(OffloadingWorker):  # type: ignore[misc]
             harmless = job.direction is Direction.STORE and not isinstance(error, DeviceLostError)
             result = TransferResult(job.id, harmless)
         try:
-            spec: SlotSpec = job.tag
-            self._page.stamp_many(self._rank, _ON_PAGE[job.direction], spec.slots, spec.tickets, ok=error is None)
+            self._stamp(*job.tag, direction=_ON_PAGE[job.direction], ok=error is None)
         finally:
             self._finished.append(result)  # a job that is never reported would keep its request for ever
+
+    def _stamp(self, spec: SlotSpec, dropped: Sequence[int], *, direction: _control.Direction, ok: bool) -> None:
+        """Stamp every slot of a job; what was not copied has not succeeded."""
+        if not dropped:
+            self._page.stamp_many(self._rank, direction, spec.slots, spec.tickets, ok=ok)
+            return
+        for place, (slot, ticket) in enumerate(zip(spec.slots, spec.tickets, strict=True)):
+            self._page.stamp_many(self._rank, direction, [slot], [ticket], ok=ok and place not in dropped)
 
 
 def open_worker(
@@ -144,6 +161,7 @@ def open_worker(
     pool: SlotMapping | HostSlots,
     page: _control.ControlPage,
     shared: bool,
+    recurrent: Collection[int] = (),
     release: Callable[[], None] = lambda: None,
 ) -> TierKVWorker:
     """A worker for this process's rank, its identity published on the control page.
@@ -154,6 +172,7 @@ def open_worker(
         pool: the slots, of ``ChunkGeometry.of(config, shared=shared)``.
         page: the control page.
         shared: whether all ranks share each slot.
+        recurrent: group numbers, as in keys, of the groups that keep a state instead of tokens.
         release: called once when nothing touches pool and control page any more.
 
     Raises:
@@ -162,7 +181,16 @@ def open_worker(
     rank = config.parallel.rank
     layout = worker_layout(config, kv_caches, ChunkGeometry.of(config, shared=shared), shared=shared)
     slots = pool if isinstance(pool, HostSlots) else HostSlots.over(pool.buffer, pool.stride_nbytes)
-    worker = TierKVWorker(kv_caches, layout, slots, page=page, rank=rank, group_ids=group_ids(config), release=release)
+    worker = TierKVWorker(
+        kv_caches,
+        layout,
+        slots,
+        page=page,
+        rank=rank,
+        group_ids=group_ids(config),
+        recurrent=recurrent,
+        release=release,
+    )
     vllm_config = _compat.current_vllm_config()
     identity = identity_digest(vllm_config)
     if identity is not None:
