@@ -230,8 +230,8 @@ OURS: Final = [
     Mutant(
         "a dead chunk that is used stays dead",
         "tierkv/_turns.py",
-        "                self._first.pop(chunk.key, None)\n                self._first_held",
-        "                self._first_held",
+        "                self._first.discard(chunk.key)\n",
+        "                pass\n",
         HINTED,
     ),
     Mutant(

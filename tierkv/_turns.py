@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
+from heapq import merge
 from itertools import chain
 
 from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware
@@ -12,6 +14,59 @@ from tierkv.types import Chunk, ChunkKey, Turn
 def hint_aware(order: EvictionPolicy) -> EvictionPolicy:
     """The order itself if it knows hints, else one around it that does."""
     return order if isinstance(order, HintAware) else Turns(order)
+
+
+class Line:
+    """Keys in the order in which they were put there, whoever is held meanwhile; those held are not named.
+
+    Cost: constant, but logarithmic for a key that comes back from a hold; nobody walks over what is held.
+    """
+
+    def __init__(self) -> None:
+        self._n_put = 0
+        # By number, which rises. Those that were held since are in a list of their own, sorted when one comes back.
+        self._straight: dict[ChunkKey, int] = {}
+        self._returned: dict[ChunkKey, int] = {}
+        self._sorted: list[tuple[int, ChunkKey]] = []
+        self._held: dict[ChunkKey, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._straight or self._returned or self._held)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether it is here and not held."""
+        return key in self._straight or key in self._returned
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        straight = ((number, key) for key, number in self._straight.items())
+        return (key for _, key in merge(straight, self._sorted))
+
+    def has_held(self, key: ChunkKey) -> bool:
+        return key in self._held
+
+    def put(self, key: ChunkKey) -> None:
+        """At the end, wherever it was."""
+        self.discard(key)
+        self._n_put += 1
+        self._straight[key] = self._n_put
+
+    def discard(self, key: ChunkKey) -> int | None:
+        """Its number, if it was here."""
+        number = self._straight.pop(key, None) or self._held.pop(key, None)
+        if number is None and (number := self._returned.pop(key, None)) is not None:
+            del self._sorted[bisect_left(self._sorted, (number, key))]
+        return number
+
+    def hold(self, key: ChunkKey) -> None:
+        number = self.discard(key)
+        if number is not None:
+            self._held[key] = number
+
+    def release(self, key: ChunkKey) -> None:
+        number = self._held.pop(key, None)
+        if number is not None:
+            self._returned[key] = number
+            insort(self._sorted, (number, key))
 
 
 class Turns:
@@ -34,11 +89,9 @@ class Turns:
         self._commits = order if isinstance(order, CommitAware) else None
         if isinstance(order, Expiring):
             self.expired = order.expired
-        # Of those hinted, each is in one of four; the held ones apart, so that nobody walks over them.
-        self._first: dict[ChunkKey, None] = {}
-        self._last: dict[ChunkKey, None] = {}
-        self._first_held: dict[ChunkKey, None] = {}
-        self._last_held: dict[ChunkKey, None] = {}
+        # Of those hinted, each is in one.
+        self._first = Line()
+        self._last = Line()
 
     def __repr__(self) -> str:
         return f"<Turns of {self._order!r}>"
@@ -51,47 +104,43 @@ class Turns:
             self._commits.on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        if self._first or self._first_held:
+        if self._first:
             for chunk in chunks:
-                self._first.pop(chunk.key, None)
-                self._first_held.pop(chunk.key, None)
+                self._first.discard(chunk.key)
         if self._last:
             for chunk in reversed(chunks):
                 if chunk.key in self._last:
-                    self._last[chunk.key] = self._last.pop(chunk.key)
+                    self._last.put(chunk.key)
         self._order.on_access(chunks)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        for keys in (self._first, self._last, self._first_held, self._last_held):
-            keys.pop(key, None)
+        self._first.discard(key)
+        self._last.discard(key)
         self._order.on_remove(key, evicted=evicted)
 
     def on_hint(self, key: ChunkKey, turn: Turn) -> None:
         was_last = key in self._last
         if turn is Turn.USUAL and not was_last:
             return
-        self._first.pop(key, None)
-        self._last.pop(key, None)
+        self._first.discard(key)
+        self._last.discard(key)
         if turn is Turn.FIRST:
-            self._first[key] = None
+            self._first.put(key)
         elif turn is Turn.LAST:
-            self._last[key] = None
+            self._last.put(key)
         if self._pins is not None and was_last is not (turn is Turn.LAST):
             (self._pins.release if was_last else self._pins.hold)(key)
 
     def hold(self, key: ChunkKey) -> None:
-        for free, held in ((self._first, self._first_held), (self._last, self._last_held)):
-            if key in free:
-                del free[key]
-                held[key] = None
-        if self._pins is not None and key not in self._last_held:
+        was_last = key in self._last or self._last.has_held(key)
+        self._first.hold(key)
+        self._last.hold(key)
+        if self._pins is not None and not was_last:
             self._pins.hold(key)
 
     def release(self, key: ChunkKey) -> None:
-        for free, held in ((self._first, self._first_held), (self._last, self._last_held)):
-            if key in held:
-                del held[key]
-                free[key] = None
+        self._first.release(key)
+        self._last.release(key)
         if self._pins is not None and key not in self._last:
             self._pins.release(key)
 

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 
 from tests.property.test_ledger_machine import CAPACITY, LedgerMachine, charge_of
 from tests.property.world import SLOT, ManualClock
+from tierkv._hints import Hints
 from tierkv._ledger import Ledger
 from tierkv.policies import ARC, FIFO, LFU, LRU, MQ, S3FIFO, SIEVE, TTL, LeafFirst, Quota, TwoQ, _stamp_heap
 from tierkv.protocols import BatchEvicting, EvictionPolicy, Expiring, PinAware
@@ -266,6 +267,7 @@ class OrderedLedger(LedgerMachine):
         self.policy = type(self).make(ManualClock())
         slotted = {"n_slots": 5, "slot_nbytes": SLOT} if self.slotted else {"charge": charge_of}
         self.ledger = Ledger(name="level", capacity_nbytes=CAPACITY, policy=self.policy, **slotted)
+        self.hints = Hints([self.ledger], self.clock)
 
 
 @pytest.mark.parametrize(
