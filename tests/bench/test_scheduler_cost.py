@@ -176,7 +176,7 @@ def show(results: dict[tuple[int, int], dict[str, list[float]]]) -> None:
 @pytest.mark.bench
 @pytest.mark.timeout(280)
 def test_cheaper_than_vllms_own_manager() -> None:
-    """A lookup costs no more than in vLLM's LRU manager, an offer and a load a third, also in small pieces.
+    """A lookup costs no more than in vLLM's LRU manager, a load about a third, an offer a quarter to a half.
 
     A third is the aim. On a quiet machine offers of 2,048 chunks and most loads reach it; offers of 64 in pieces of 16
     (0.41), and in pieces of 1 (0.42 to 0.51, where the calls themselves cost most), do not. The bounds hold what was
