@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Sequence
 
 from tierkv.cli._bench_plan import Choice, FSPlan, Measured, choose, speeds_with
 from tierkv.cli._bench_report import BenchReport
+from tierkv.cli._quick import add_options, given, parse_integer
 from tierkv.errors import bad_setting
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
@@ -34,8 +34,7 @@ _FS_OPTIONS = {
 def add_fs_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``bench fs``; :func:`fs_plan_from` checks their values."""
     parser.add_argument("dir", metavar="DIR", help="a directory on the disk in question, such as the tier's root_dir")
-    for name, (metavar, default, quick, meaning) in _FS_OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=f"{meaning} (default {default}, with --quick {quick})")
+    add_options(parser, _FS_OPTIONS)
     parser.add_argument(
         "--block", metavar="SIZE", help="bytes of one KV block in all layers, to end in blocks_per_chunk"
     )
@@ -47,21 +46,18 @@ def fs_plan_from(arguments: argparse.Namespace) -> FSPlan:
     """Check the options. Raises ConfigError; nothing is created here."""
     from tierkv.cli._bench_fs import check_room  # noqa: PLC0415 - needs the extra fs, as does the run
 
-    given = {
-        name: (quick if arguments.quick else default) if getattr(arguments, name) is None else getattr(arguments, name)
-        for name, (_, default, quick, _) in _FS_OPTIONS.items()
-    }
+    typed = given(arguments, _FS_OPTIONS)
     plan = FSPlan(
         root=arguments.dir,
-        chunks_nbytes=parse_sizes("--chunks", given["chunks"]),
-        threads=_counts("--threads", given["threads"]),
-        size_nbytes=parse_size("--size", given["size"], low=PAGE_NBYTES),
-        n_rounds=parse_count("--rounds", parse_integer(given["rounds"]), 1, 1_000),
+        chunks_nbytes=parse_sizes("--chunks", typed["chunks"]),
+        threads=_counts("--threads", typed["threads"]),
+        size_nbytes=parse_size("--size", typed["size"], low=PAGE_NBYTES),
+        n_rounds=parse_count("--rounds", parse_integer(typed["rounds"]), 1, 1_000),
         block_nbytes=None if arguments.block is None else parse_size("--block", arguments.block),
     )
     largest_nbytes = max(plan.chunks_nbytes)
     if plan.size_nbytes < largest_nbytes:
-        raise bad_setting("--size", given["size"], "at least the largest of --chunks", format_size(largest_nbytes))
+        raise bad_setting("--size", typed["size"], "at least the largest of --chunks", format_size(largest_nbytes))
     check_room(plan)
     return plan
 
@@ -141,10 +137,3 @@ def _parts(option: str, text: str) -> list[str]:
     if len(parts) > _MOST_SIZES:
         raise bad_setting(option, text, f"at most {_MOST_SIZES} values", ",".join(parts[:_MOST_SIZES]))
     return parts
-
-
-def parse_integer(text: str) -> object:
-    """The number that was typed, or the text itself, which then is refused by name."""
-    with contextlib.suppress(ValueError):
-        return int(text)
-    return text

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tierkv.cli._bench import PAGE_NBYTES, parse_integer, parse_sizes
+from tierkv.cli._bench import PAGE_NBYTES, parse_sizes
 from tierkv.cli._bench_plan import CHUNK_PART
 from tierkv.cli._bench_report import BenchReport, TierSpeed
+from tierkv.cli._quick import add_options, given, parse_integer
 from tierkv.errors import bad_setting
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
@@ -65,8 +66,7 @@ class Measured(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; :func:`plan_from` checks their values."""
     parser.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda:0, npu:0 (default: what is there)")
-    for name, (metavar, default, quick, meaning) in _OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=f"{meaning} (default {default}, with --quick {quick})")
+    add_options(parser, _OPTIONS)
     parser.add_argument(
         "--block", metavar="SIZE", help="bytes of one KV block in all layers, to end in blocks_per_chunk"
     )
@@ -79,25 +79,22 @@ def plan_from(arguments: argparse.Namespace) -> DevicePlan:
     from tierkv.device.measure import best_device  # noqa: PLC0415 - numpy
     from tierkv.tiers._memory_limits import check_memory  # noqa: PLC0415 - reads /proc
 
-    given = {
-        name: (quick if arguments.quick else default) if getattr(arguments, name) is None else getattr(arguments, name)
-        for name, (_, default, quick, _) in _OPTIONS.items()
-    }
+    typed = given(arguments, _OPTIONS)
     plan = DevicePlan(
         device=best_device() if arguments.device == "auto" else arguments.device,
-        chunks_nbytes=parse_sizes("--chunks", given["chunks"]),
-        page_nbytes=parse_size("--page", given["page"]),
-        size_nbytes=parse_size("--size", given["size"], low=PAGE_NBYTES),
-        n_rounds=parse_count("--rounds", parse_integer(given["rounds"]), 1, 1_000),
+        chunks_nbytes=parse_sizes("--chunks", typed["chunks"]),
+        page_nbytes=parse_size("--page", typed["page"]),
+        size_nbytes=parse_size("--size", typed["size"], low=PAGE_NBYTES),
+        n_rounds=parse_count("--rounds", parse_integer(typed["rounds"]), 1, 1_000),
         block_nbytes=None if arguments.block is None else parse_size("--block", arguments.block),
     )
     largest_nbytes = max(plan.chunks_nbytes)
     if plan.size_nbytes < largest_nbytes:
-        raise bad_setting("--size", given["size"], "at least the largest of --chunks", format_size(largest_nbytes))
+        raise bad_setting("--size", typed["size"], "at least the largest of --chunks", format_size(largest_nbytes))
     for chunk_nbytes in plan.chunks_nbytes:
         if chunk_nbytes % min(plan.page_nbytes, chunk_nbytes):
             allowed = f"a part of each of --chunks, such as {format_size(chunk_nbytes)}"
-            raise bad_setting("--page", given["page"], allowed, format_size(PAGE_NBYTES))
+            raise bad_setting("--page", typed["page"], allowed, format_size(PAGE_NBYTES))
     # Host memory, and the plain copy's; on a machine without an accelerator what stands for the device, too.
     check_memory("--size", plan.size_nbytes * (4 if plan.device == "cpu" else 2))
     return plan

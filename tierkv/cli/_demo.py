@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Protocol
 
 from tierkv.cli._demo_plan import Failed, Message, Opened, Plan, Stored, Tally, Turn, from_line
+from tierkv.cli._quick import add_options, given, parse_integer
 from tierkv.cli._workload import Workload
 from tierkv.errors import ConfigError, TierKVError, bad_setting
 from tierkv.settings import parse_count
@@ -46,8 +47,7 @@ _OPTIONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the demo; :func:`plan_from` checks their values."""
-    for name, (metavar, default, quick, meaning) in _OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=metavar, help=f"{meaning} (default {default}, with --quick {quick})")
+    add_options(parser, _OPTIONS)
     parser.add_argument("--root", metavar="DIR", help="directory on disk, kept (default: a temporary one)")
     parser.add_argument("--quick", action="store_true", help="a small workload that takes a few seconds")
     parser.add_argument("--damage", action="store_true", help=argparse.SUPPRESS)
@@ -55,24 +55,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def plan_from(arguments: argparse.Namespace) -> Plan:
     """Check the options. Raises ConfigError; nothing is created here."""
-    given = {
-        name: (quick if arguments.quick else default) if getattr(arguments, name) is None else getattr(arguments, name)
-        for name, (_, default, quick, _) in _OPTIONS.items()
-    }
+    typed = given(arguments, _OPTIONS)
     workload = Workload(
-        n_sessions=parse_count("--sessions", _integer(given["sessions"]), 1, 1_000),
-        n_turns=parse_count("--turns", _integer(given["turns"]), 2, 1_000),
+        n_sessions=parse_count("--sessions", parse_integer(typed["sessions"]), 1, 1_000),
+        n_turns=parse_count("--turns", parse_integer(typed["turns"]), 2, 1_000),
         n_system_tokens=1_024,
         n_user_tokens=192,
         n_reply_tokens=256,
-        seed=parse_count("--seed", _integer(given["seed"]), 0, 2**63 - 1),
+        seed=parse_count("--seed", parse_integer(typed["seed"]), 0, 2**63 - 1),
     )
     plan = Plan(
         workload=workload,
         root_dir=arguments.root or tempfile.gettempdir(),
-        memory_nbytes=parse_size("--memory", given["memory"]),
-        disk_nbytes=parse_size("--disk", given["disk"]),
-        chunk_nbytes=parse_size("--chunk", given["chunk"]),
+        memory_nbytes=parse_size("--memory", typed["memory"]),
+        disk_nbytes=parse_size("--disk", typed["disk"]),
+        chunk_nbytes=parse_size("--chunk", typed["chunk"]),
         damage=arguments.damage,
     )
     _check_room(plan)
@@ -103,13 +100,6 @@ def _check_room(plan: Plan) -> None:
     if plan.disk_nbytes > free_nbytes:
         allowed = f"at most what is free in {there}"
         raise bad_setting("--disk", format_size(plan.disk_nbytes), allowed, format_size(free_nbytes))
-
-
-def _integer(text: str) -> object:
-    """The number that was typed, or the text itself, which then is refused by name."""
-    with contextlib.suppress(ValueError):
-        return int(text)
-    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

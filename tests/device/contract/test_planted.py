@@ -3,50 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 
 from tests.device.contract.server import Server, Shape
+from tests.device.planted import EndedAtOnce, EventOnTheWrongStream, LoadWithoutProducer, StoreWithoutProducer
 from tierkv.device.engine import TransferEngine
 from tierkv.device.runtime import Direction, HostKind
 
 SHAPE = Shape(((512, 512),), ((0,),), 4)
-
-
-class _NoProducer(TransferEngine):
-    """Copies of one direction do not wait for earlier work on their blocks."""
-
-    direction: Direction
-
-    def _launch(self, flight: Any) -> None:
-        if flight.job.direction is self.direction:
-            flight.ready = self._runtime.new_event()  # never recorded, so nothing is waited for
-        super()._launch(flight)
-
-
-class StoreWithoutProducer(_NoProducer):
-    direction = Direction.STORE
-
-
-class LoadWithoutProducer(_NoProducer):
-    direction = Direction.LOAD
-
-
-class EndedAtOnce(TransferEngine):
-    """A job counts as ended when it is polled."""
-
-    def _has_ended(self, flight: Any) -> bool:
-        return True
-
-
-class EventOnTheWrongStream(TransferEngine):
-    """The job's event is the producer's: it happens when the kernel has run, not the copy."""
-
-    def _launch(self, flight: Any) -> None:
-        super()._launch(flight)
-        flight.event = self._runtime.new_event()
-        flight.event.record(self._runtime.current_stream())
 
 
 def _run(server: Server) -> None:
