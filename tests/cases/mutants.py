@@ -11,6 +11,7 @@ LEVEL: Final = "tierkv/_level.py"
 ROOM: Final = "tierkv/_room.py"
 MOVER: Final = "tierkv/_mover.py"
 BOOKS: Final = "tierkv/tiers/_fs_books.py"
+FORMAT: Final = "tierkv/tiers/_fs_format.py"
 IO: Final = "tierkv/tiers/_fs_io.py"
 LIST: Final = "tierkv/tiers/_fs_list.py"
 OPS: Final = "tierkv/tiers/_fs_ops.py"
@@ -150,9 +151,9 @@ GUARDED: Final = [
     ),
     (
         "a header may be another chunk's",
-        IO,
-        "        if header.chunk.key != key or header.namespace_digest != self._digest:\n",
-        "        if False:\n",
+        FORMAT,
+        "    if header.chunk.key != key or header.namespace_digest != digest:\n",
+        "    if False:\n",
         _hunt("restart", "a19"),
     ),
     (

@@ -167,5 +167,15 @@ def unpack_header(page: memoryview) -> Header:
     return Header(chunk, digest, owner.hex(), payload_checksum)
 
 
+def header_of(page: memoryview, key: bytes, digest: bytes, file_nbytes: int) -> Header:
+    """The header of the file in which this key's chunk should lie. Raises BadHeaderError if another one's does."""
+    header = unpack_header(page)
+    if header.chunk.key != key or header.namespace_digest != digest:
+        raise BadHeaderError("another chunk's file")
+    if charge_nbytes(header.chunk.nbytes) != file_nbytes:
+        raise BadHeaderError("length differs from the header's")
+    return header
+
+
 def _tenant_bytes(tenant: str) -> bytes:
     return tenant.encode("utf-8", "surrogatepass") if tenant else b""

@@ -27,12 +27,12 @@ from tierkv.tiers._fs_format import (
     BadHeaderError,
     FileName,
     Header,
+    header_of,
     is_namespace_dir,
     leaf_of,
     padded_nbytes,
     parse_file_name,
     parse_owner_file,
-    unpack_header,
 )
 from tierkv.tiers._fs_io import NotRegularError, damage, open_directory
 from tierkv.tiers._fs_page import OwnerPage
@@ -305,10 +305,5 @@ def _header(fd: int, found: Found) -> Header:
     page = os.pread(fd, HEADER_NBYTES, 0)
     if len(page) < HEADER_NBYTES:
         raise BadHeaderError("no whole header")
-    header = unpack_header(memoryview(page))
     assert found.name is not None
-    if header.chunk.key != found.name.key or header.namespace_digest.hex() != found.namespace:
-        raise BadHeaderError("another chunk's file")
-    if HEADER_NBYTES + padded_nbytes(header.chunk.nbytes) != os.fstat(fd).st_size:
-        raise BadHeaderError("length differs from the header's")
-    return header
+    return header_of(memoryview(page), found.name.key, bytes.fromhex(found.namespace), os.fstat(fd).st_size)

@@ -27,11 +27,10 @@ from tierkv.tiers._fs_format import (
     Header,
     checksum,
     file_name,
+    header_of,
     leaf_of,
     pack_header,
-    padded_nbytes,
     part_name,
-    unpack_header,
 )
 from tierkv.tiers._fs_memory import Scratch, zero
 from tierkv.types import Chunk, ChunkKey
@@ -260,7 +259,10 @@ class ChunkFiles:
         if straight_nbytes < payload_nbytes:
             parts.append(scratch.tail)
         self._pread_all(fd, parts, found)
-        header = self._identified(key, scratch.header, payload_nbytes, found)
+        try:
+            header = header_of(scratch.header, key, self._digest, found.st_size)
+        except BadHeaderError as error:
+            raise CorruptFileError(str(error), found) from None
         nbytes = header.chunk.nbytes
         if nbytes > len(buffer):
             raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
@@ -272,17 +274,6 @@ class ChunkFiles:
         if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:
             with contextlib.suppress(OSError):  # a file system that turned read-only still serves
                 os.utime(fd)
-        return header
-
-    def _identified(self, key: ChunkKey, page: memoryview, payload_nbytes: int, found: os.stat_result) -> Header:
-        try:
-            header = unpack_header(page)
-        except BadHeaderError as error:
-            raise CorruptFileError(str(error), found) from None
-        if header.chunk.key != key or header.namespace_digest != self._digest:
-            raise CorruptFileError("another chunk's file", found)
-        if padded_nbytes(header.chunk.nbytes) != payload_nbytes:
-            raise CorruptFileError("length differs from the header's", found)
         return header
 
     def _pread_all(self, fd: int, parts: list[memoryview], found: os.stat_result) -> None:
