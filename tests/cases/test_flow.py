@@ -8,6 +8,7 @@ import asyncio
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,12 @@ async def test_a11_promotions_cannot_thrash() -> None:
         for i in range(10):
             await keep(cache, [10 + i] * 8)
             await settle(cache)
+        await forget_primary(cache)
+        async with AsyncExitStack() as waiting_ones:
+            for i in range(10):
+                await waiting_ones.enter_async_context(cache.lease(await cache.lookup([10 + i] * 8)))
+            assert cache.statistics()["primary"].n_pinned == 14, "as many as may wait, and two slots for a running one"
+            assert all(outcome.ok for outcome in await store(cache, [99] * 4))
         await forget_primary(cache)
         shelf.n_reads.clear()
         turn, n_used, used = asyncio.Semaphore(0), dict.fromkeys(range(10), 0), Counter[bytes]()
