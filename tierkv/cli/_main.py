@@ -7,11 +7,10 @@ import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tierkv.cli import _bench, _bench_device, _doctor, _root, _tune, _tune_plan
-from tierkv.cli._demo import DESCRIPTION, add_arguments, run
+from tierkv.cli import _bench, _bench_device, _demo, _doctor, _root, _root_clean, _tune, _tune_plan
 from tierkv.errors import ConfigError, TierKVError
 
 WRONG, USAGE, INTERRUPTED = 1, 2, 130
@@ -55,50 +54,42 @@ def _parser() -> Parser:
     parser = Parser(prog="tierkv", description="Tiered storage for the KV cache of language-model servers.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
-    demo = commands.add_parser(
-        "demo",
-        help="serve a chat workload from host memory and disk, kill the worker, and go on from disk",
-        description=DESCRIPTION,
-    )
-    add_arguments(demo)
-    demo.set_defaults(run=run, prog=demo.prog)
-    bench = commands.add_parser("bench", help="measure this machine's disk or device, and end in the values to set")
+    told = "serve a chat workload from host memory and disk, kill the worker, and go on from disk"
+    _add(commands, "demo", told, (_demo.DESCRIPTION, _demo.add_arguments, _demo.run))
+    told = "measure this machine's disk or device, and end in the values to set"
+    bench = commands.add_parser("bench", help=told)
     kinds = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT", parser_class=Parser)
-    fs = kinds.add_parser("fs", help="a directory, through the fs tier", description=_bench.FS_DESCRIPTION)
-    _bench.add_fs_arguments(fs)
-    fs.set_defaults(run=_bench.run_fs, prog=fs.prog)
-    device = kinds.add_parser(
-        "device", help="copies between a device and host memory", description=_bench_device.DESCRIPTION
-    )
-    _bench_device.add_arguments(device)
-    device.set_defaults(run=_bench_device.run, prog=device.prog)
-    tune = commands.add_parser(
-        "tune", help="replay a trace of requests: how big, which policy?", description=_tune.DESCRIPTION
-    )
-    _tune_plan.add_tune_arguments(tune)
-    tune.set_defaults(run=_tune.run, prog=tune.prog)
-    _add_root_commands(commands)
+    told = "a directory, through the fs tier"
+    _add(kinds, "fs", told, (_bench.FS_DESCRIPTION, _bench.add_fs_arguments, _bench.run_fs))
+    told = "copies between a device and host memory"
+    _add(kinds, "device", told, (_bench_device.DESCRIPTION, _bench_device.add_arguments, _bench_device.run))
+    told = "replay a trace of requests: how big, which policy?"
+    _add(commands, "tune", told, (_tune.DESCRIPTION, _tune_plan.add_tune_arguments, _tune.run))
+    told = "what a tier's directory holds, by namespace and owner"
+    _add(commands, "du", told, (_root.DU_DESCRIPTION, _root.add_du_arguments, _root.run_du))
+    _add(commands, "ls", "its chunks, one a line", (_root.LS_DESCRIPTION, _root.add_ls_arguments, _root.run_ls))
+    told = "read its chunks and compare checksums"
+    _add(commands, "verify", told, (_root.VERIFY_DESCRIPTION, _root.add_verify_arguments, _root.run_verify))
+    told = "remove from it what no engine can serve"
+    _add(commands, "gc", told, (_root_clean.GC_DESCRIPTION, _root_clean.add_gc_arguments, _root_clean.run_gc))
+    told = "remove all that is tierkv's in it, or one namespace"
+    _add(commands, "wipe", told, (_root_clean.WIPE_DESCRIPTION, _root_clean.add_wipe_arguments, _root_clean.run_wipe))
+    told = "why does it stay empty, or slow?"
+    _add(commands, "doctor", told, (_doctor.DESCRIPTION, _doctor.add_arguments, _doctor.run))
     return parser
 
 
-def _add_root_commands(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Those that look into a directory of the fs tier."""
-    du = commands.add_parser(
-        "du", help="what a tier's directory holds, by namespace and owner", description=_root.DU_DESCRIPTION
-    )
-    _root.add_du_arguments(du)
-    du.set_defaults(run=_root.run_du, prog=du.prog)
-    ls = commands.add_parser("ls", help="its chunks, one a line", description=_root.LS_DESCRIPTION)
-    _root.add_ls_arguments(ls)
-    ls.set_defaults(run=_root.run_ls, prog=ls.prog)
-    verify = commands.add_parser(
-        "verify", help="read its chunks and compare checksums", description=_root.VERIFY_DESCRIPTION
-    )
-    _root.add_verify_arguments(verify)
-    verify.set_defaults(run=_root.run_verify, prog=verify.prog)
-    doctor = commands.add_parser("doctor", help="why does it stay empty, or slow?", description=_doctor.DESCRIPTION)
-    _doctor.add_arguments(doctor)
-    doctor.set_defaults(run=_doctor.run, prog=doctor.prog)
+def _add(
+    commands: argparse._SubParsersAction[Parser],
+    name: str,
+    told: str,
+    page: tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]],
+) -> None:
+    """One command: its line in the list; its description, its options and what it does."""
+    description, add_arguments, run = page
+    parser = commands.add_parser(name, help=told, description=description)
+    add_arguments(parser)
+    parser.set_defaults(run=run, prog=parser.prog)
 
 
 def _version() -> str:

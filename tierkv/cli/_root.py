@@ -65,7 +65,7 @@ def _opened(arguments: argparse.Namespace) -> closing[Root]:
     return closing(Root("ROOT", arguments.root))
 
 
-def _digits(option: str, text: str | None, length: int) -> str:
+def digits(option: str, text: str | None, length: int) -> str:
     digits = "" if text is None else text.lower()
     if len(digits) > length or digits.strip("0123456789abcdef"):
         raise bad_setting(option, text, f"up to {length} hexadecimal digits")
@@ -195,8 +195,8 @@ def run_ls(arguments: argparse.Namespace) -> int:
     """Print a line a chunk; 1 if there were chunks whose header could not be read."""
     from tierkv.tiers._fs_format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
 
-    namespace = _digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
-    owner = _digits("--owner", arguments.owner, 16)
+    namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
+    owner = digits("--owner", arguments.owner, 16)
     n_unreadable, now_s = 0, time.time()
     with _opened(arguments) as root:
         if not arguments.json:
@@ -274,7 +274,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is wrong, and the counts; 1 if something is."""
     from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
 
-    namespace = _digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
+    namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     part = _part("--sample", arguments.sample)
     pace = Pace(None if arguments.rate is None else parse_size("--rate", arguments.rate))
     counts: Counter[str] = Counter(verified=0, wrong=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)

@@ -1,4 +1,4 @@
-"""A root looked at from outside, with or without engines running on it. Changes nothing in it.
+"""A root looked at from outside, with or without engines running on it. Changes nothing in it; see _fs_sweep.
 
 What vanishes meanwhile is passed over: a living owner evicts as it likes. No link is followed and nothing but regular
 files is opened, as everywhere in the tier.
@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -35,7 +35,7 @@ from tierkv.tiers._fs_format import (
     parse_owner_file,
 )
 from tierkv.tiers._fs_io import NotRegularError, damage, open_directory
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs_page import FRESH_S, OwnerPage
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _STEP_NBYTES: Final = 1 << 20
@@ -110,6 +110,11 @@ class Root:
         except OSError as error:
             raise bad_setting(option, path, f"a directory that can be read ({error.strerror})") from None
 
+    @property
+    def fd(self) -> int:
+        """The open directory."""
+        return self._fd
+
     def close(self) -> None:
         """Idempotent."""
         fd, self._fd = self._fd, -1
@@ -125,13 +130,29 @@ class Root:
 
     def owners(self) -> list[Owner]:
         """All lock files, by id. Raises TimeoutError if the root's lock is held for 10 s."""
-        with self._root_locked():
+        with self.held() as owners:
+            return owners
+
+    @contextlib.contextmanager
+    def held(self, *, make_lock: bool = False) -> Iterator[list[Owner]]:
+        """Its owners, who stay what they are while the block runs: nobody joins, adopts or hands back. Keep it short.
+
+        Args:
+            make_lock: make the root's lock where there is none, so that an engine that starts is kept out, too.
+
+        Raises:
+            TimeoutError: the root's lock is held for 10 s.
+        """
+        with self._root_locked(os.O_CREAT if make_lock else 0):
             ids = sorted(
                 parsed[0]
                 for parsed in map(parse_owner_file, os.listdir(self._fd))
                 if parsed is not None and parsed[1] == "lock"
             )
-            return [owner for owner in map(self._owner, ids) if owner is not None]
+            owners = [owner for owner in map(self._owner, ids) if owner is not None]
+            alive = {owner.id for owner in owners if owner.alive}
+            # The ids of one dying process end together: the kernel drops its locks one after another.
+            yield [replace(o, alive=o.alive or (o.page is not None and o.page.holder in alive)) for o in owners]
 
     def _owner(self, owner: str) -> Owner | None:
         fd = self._open_regular(f"owner-{owner}.lock", self._fd)
@@ -139,7 +160,10 @@ class Root:
             return None
         try:
             page = OwnerPage.unpack(os.pread(fd, PAGE_NBYTES, 0))
-            return Owner(owner, not _lock_shared(fd), page, self._nbytes_of(f"owner-{owner}.index"))
+            is_free = _lock_shared(fd)
+            if is_free is None:
+                is_free = page is None or abs(time.time() - page.heartbeat_s) > FRESH_S
+            return Owner(owner, not is_free, page, self._nbytes_of(f"owner-{owner}.index"))
         finally:
             os.close(fd)
 
@@ -149,27 +173,35 @@ class Root:
         return 0
 
     @contextlib.contextmanager
-    def _root_locked(self) -> Iterator[None]:
+    def _root_locked(self, flags: int) -> Iterator[None]:
         """Shared: owners look at each other's locks only while they hold this one, so none sees us try theirs."""
-        fd = self._open_regular(ROOT_LOCK, self._fd)
-        if fd is None:  # nobody has ever been here
-            yield
-            return
-        try:
-            deadline = time.monotonic() + _LOCK_TIMEOUT_S
-            while not _lock_shared(fd):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{ROOT_LOCK} has been held for {_LOCK_TIMEOUT_S:g} s")
-                time.sleep(0.002)
-            yield
-        finally:
-            os.close(fd)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while True:
+            fd = self._open_regular(ROOT_LOCK, self._fd, flags)
+            if fd is None:  # nobody has ever been here
+                yield
+                return
+            try:
+                while _lock_shared(fd) is False:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"{ROOT_LOCK} has been held for {_LOCK_TIMEOUT_S:g} s")
+                    time.sleep(0.002)
+                if self._is_at(ROOT_LOCK, fd):
+                    yield
+                    return
+            finally:
+                os.close(fd)  # if it was removed while we waited for it, it excludes nobody any more
+
+    def _is_at(self, name: str, fd: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(name, dir_fd=self._fd, follow_symlinks=False), os.fstat(fd))
+        return False
 
     # -- what ---------------------------------------------------------------------------------------------------
 
     def files(self, *, namespace: str | None = None) -> Iterator[Found]:
         """Everything in the tree but owners' files and our directories, as it lies; memory does not grow with it."""
-        for name, found in _entries(self._fd):
+        for name, found in entries_of(self._fd):
             if is_namespace_dir(name) and stat.S_ISDIR(found.st_mode):
                 if namespace is None or name.startswith(namespace):
                     yield from self._in_namespace(name)
@@ -177,16 +209,20 @@ class Root:
                 yield _foreign(name, "", found)
 
     def _in_namespace(self, namespace: str) -> Iterator[Found]:
-        with _directory(namespace, self._fd) as namespace_fd:
+        with directory(namespace, self._fd) as namespace_fd:
             if namespace_fd is None:
                 return
-            for leaf, found in _entries(namespace_fd):
+            for leaf, found in entries_of(namespace_fd):
                 if leaf not in LEAVES or not stat.S_ISDIR(found.st_mode):
                     yield _foreign(f"{namespace}/{leaf}", namespace, found)
                     continue
-                with _directory(leaf, namespace_fd) as leaf_fd:
-                    for name, inside in () if leaf_fd is None else _entries(leaf_fd):
-                        yield _found(namespace, leaf, name, inside)
+                with directory(leaf, namespace_fd) as leaf_fd:
+                    for name, inside in () if leaf_fd is None else entries_of(leaf_fd):
+                        yield found_at(namespace, leaf, name, inside)
+
+    def namespaces(self) -> list[str]:
+        """Digests of those that have a directory."""
+        return [name for name, found in entries_of(self._fd) if is_namespace_dir(name) and stat.S_ISDIR(found.st_mode)]
 
     def header(self, found: Found) -> Header:
         """What a chunk file says about itself.
@@ -223,10 +259,10 @@ class Root:
     @contextlib.contextmanager
     def _opened(self, found: Found) -> Iterator[int]:
         namespace, leaf, name = found.place.split("/")
-        with _directory(namespace, self._fd) as namespace_fd:
+        with directory(namespace, self._fd) as namespace_fd:
             if namespace_fd is None:
                 raise FileNotFoundError(found.place)
-            with _directory(leaf, namespace_fd) as leaf_fd:
+            with directory(leaf, namespace_fd) as leaf_fd:
                 fd = None if leaf_fd is None else self._open_regular(name, leaf_fd)
         if fd is None:
             raise FileNotFoundError(found.place)
@@ -235,12 +271,12 @@ class Root:
         finally:
             os.close(fd)
 
-    def _open_regular(self, name: str, dir_fd: int) -> int | None:
+    def _open_regular(self, name: str, dir_fd: int, flags: int = 0) -> int | None:
         """None if there is no such file, or something else in its place."""
         try:
-            if not stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+            if not flags and not stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
                 return None
-            fd = os.open(name, _READ, dir_fd=dir_fd)
+            fd = os.open(name, _READ | flags, 0o600, dir_fd=dir_fd)
         except FileNotFoundError:
             return None
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -249,18 +285,18 @@ class Root:
         return None
 
 
-def _lock_shared(fd: int) -> bool:
-    """False if another process has it for itself. True also where flock does not work: there, nobody can."""
+def _lock_shared(fd: int) -> bool | None:
+    """False if another process has it for itself; None where flock does not work."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        return None
     return True
 
 
-def _entries(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
+def entries_of(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
@@ -268,7 +304,7 @@ def _entries(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
 
 
 @contextlib.contextmanager
-def _directory(name: str, dir_fd: int) -> Iterator[int | None]:
+def directory(name: str, dir_fd: int) -> Iterator[int | None]:
     try:
         fd = open_directory(name, dir_fd)
     except (FileNotFoundError, NotRegularError):
@@ -284,7 +320,7 @@ def _foreign(place: str, namespace: str, found: os.stat_result) -> Found:
     return Found(Kind.FOREIGN, place, None, namespace, found.st_size, found.st_mtime)
 
 
-def _found(namespace: str, leaf: str, name: str, found: os.stat_result) -> Found:
+def found_at(namespace: str, leaf: str, name: str, found: os.stat_result) -> Found:
     place, parsed = f"{namespace}/{leaf}/{name}", parse_file_name(name)
     if parsed is None:
         return _foreign(place, namespace, found)

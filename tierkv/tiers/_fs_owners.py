@@ -28,13 +28,11 @@ from tierkv.tiers._fs_books import MAX_IDS, Books
 from tierkv.tiers._fs_format import PAGE_NBYTES
 from tierkv.tiers._fs_io import NO_SPACE
 from tierkv.tiers._fs_locks import LockFiles, Other
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs_page import FRESH_S, OwnerPage
 
 _log = logging.getLogger(__name__)
 
 ADOPT_AFTER_S: Final = 60.0
-_FRESH_S: Final = 10.0
-"""Without flock, an owner whose heartbeat is younger than this counts as alive."""
 
 
 class Seat:
@@ -219,7 +217,7 @@ class Seat:
         if not self.exclusive:
             return
         for page in (o.page for o in others):
-            if page is None or abs(time.time() - page.heartbeat_s) > _FRESH_S:
+            if page is None or abs(time.time() - page.heartbeat_s) > FRESH_S:
                 continue
             if page.boot != self._boot or (page.pid != os.getpid() and os.path.exists(f"/proc/{page.pid}")):
                 raise TierError(self._name, f"the root is in use by process {page.pid}, and flock does not work on it")
@@ -330,6 +328,7 @@ class Seat:
             heartbeat_s=time.time(),
             pid=os.getpid(),
             boot=self._boot,
+            host=os.uname().nodename,
         )
 
     def _make_pages(self, capacity_nbytes: int) -> None:

@@ -10,6 +10,8 @@ import xxhash
 
 from tierkv.tiers._fs_format import PAGE_NBYTES
 
+FRESH_S: Final = 10.0
+"""Without flock, an owner whose heartbeat is younger than this counts as alive."""
 _LARGEST_NBYTES: Final = 2**63 - 1
 
 
@@ -28,6 +30,8 @@ class OwnerPage:
     heartbeat_s: float
     pid: int
     boot: str
+    host: str = ""
+    """Name of the holder's machine, for people."""
 
     def pack(self) -> bytes:
         body = json.dumps(asdict(self)).encode()
@@ -48,7 +52,7 @@ class OwnerPage:
     def _is_sound(self) -> bool:
         """Numbers are numbers and text is text, whoever wrote them."""
         sizes = (self.capacity_nbytes, self.reserved_nbytes, self.used_nbytes)
-        texts = (self.owner, self.holder, self.namespace, self.boot)
+        texts = (self.owner, self.holder, self.namespace, self.boot, self.host)
         return (
             all(type(size) is int and 0 <= size <= _LARGEST_NBYTES for size in sizes)
             and all(isinstance(text, str) for text in texts)
