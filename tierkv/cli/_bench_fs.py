@@ -9,9 +9,9 @@ import mmap
 import os
 import secrets
 import shutil
-import tempfile
+import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final
 
 from tierkv._threads import Lane
@@ -65,11 +65,32 @@ def measure(plan: FSPlan, told: Callable[[Cell], None], measured: Callable[[Meas
         memory = stack.enter_context(_memory(plan.payload_nbytes))
         folder = stack.enter_context(bench_folder(plan.root))
         try:
-            return asyncio.run(_measure(plan, folder, memory, told, measured))
+            return _run(_measure(plan, folder, memory, told, measured))
         except TimeoutError:
             raise BenchError(f"{plan.root}: an empty tier was not writable after {_OPEN_S:.0f} s") from None
         except OSError as error:
             raise BenchError(f"{plan.root}: {error.strerror or error}; what was written is removed") from None
+
+
+def _run(measuring: Coroutine[Any, Any, list[Measured]]) -> list[Measured]:
+    """``asyncio.run`` for which SIGTERM is what Ctrl-C is: a cancellation.
+
+    Raised in place, KeyboardInterrupt would leave threads behind that go on making files in a directory being removed.
+    """
+
+    async def stoppable() -> list[Measured]:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await measuring
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(stoppable())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _measure(
@@ -218,11 +239,13 @@ def works_direct(folder: str) -> bool:
 def bench_folder(root: str) -> Iterator[str]:
     """A directory of our own under ``root``, removed at the end; those of killed runs are removed first."""
     _remove_leftovers(root)
+    folder = os.path.join(root, _PREFIX + secrets.token_hex(8))
     try:
-        folder = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
-    except OSError as error:
-        raise ConfigError(f"DIR is {root!r}, but must be a directory in which this user may write: {error}") from None
-    try:
+        try:
+            os.mkdir(folder, 0o700)
+        except OSError as error:
+            must = "a directory in which this user may write"
+            raise ConfigError(f"DIR is {root!r}, but must be {must}: {error}") from None
         new_path = os.path.join(folder, f"{_MARK}.new")
         with open(new_path, "wb") as mark:
             with contextlib.suppress(OSError):  # a file system without locks: then nobody takes us for a leftover
