@@ -13,7 +13,7 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tierkv.errors import TierError, TierKVError
@@ -210,16 +210,20 @@ class Mover:
                 self._start(lane)
 
     async def _call(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
-        """Run a batch of one kind and level; whatever the tier raises becomes an outcome per key."""
+        """Run a batch of one kind and level."""
         first = transfers[0]
+        if first.kind is TransferKind.PROMOTE:
+            work = self._read(transfers)
+        elif first.kind is TransferKind.DELETE:
+            work = self._delete(transfers)
+        else:
+            work = self._write(transfers)
+        return await self._guarded(work, transfers)
+
+    async def _guarded(self, work: Awaitable[Sequence[Outcome]], transfers: Sequence[Transfer]) -> Sequence[Outcome]:
+        """Whatever the tier raises, or answers that means nothing, becomes an outcome per key."""
         try:
-            if first.kind is TransferKind.PROMOTE:
-                items = [(t.chunk.key, self._view(t)) for t in transfers]
-                outcomes = await self._tiers[first.source].read(items)
-            elif first.kind is TransferKind.DELETE:
-                outcomes = await self._delete(transfers)
-            else:
-                outcomes = await self._write(transfers)
+            outcomes = await work
             _refuse_nonsense(outcomes, transfers)
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -229,6 +233,9 @@ class Mover:
             told = error if isinstance(error, Exception) else TierKVError(f"a tier raised {error!r}")
             return [Outcome(t.chunk.key, Status.FAILED, Reason.TIER_ERROR, told) for t in transfers]
         return outcomes
+
+    async def _read(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
+        return await self._tiers[transfers[0].source].read([(t.chunk.key, self._view(t)) for t in transfers])
 
     async def _delete(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
         keys = [transfer.chunk.key for transfer in transfers]
@@ -245,12 +252,13 @@ class Mover:
         ]
 
     async def _write(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
-        target = self._tiers[transfers[0].target]
+        """From the primary in one call, between lower levels one by one; what one of them raises is its own end."""
         direct = [t for t in transfers if t.slot is not None]
+        if len(direct) == len(transfers):
+            return await self._tiers[transfers[0].target].write([(t.chunk, self._view(t)) for t in direct])
         outcomes: dict[int, Outcome] = {}
         if direct:
-            answers = await target.write([(t.chunk, self._view(t)) for t in direct])
-            outcomes.update((t.id, outcome) for t, outcome in zip(direct, answers, strict=True))
+            outcomes.update(zip([t.id for t in direct], await self._call(direct), strict=True))
         for transfer in transfers:
             if transfer.slot is None:
                 outcomes[transfer.id] = await self._write_through_bounce(transfer)
@@ -259,11 +267,16 @@ class Mover:
     async def _write_through_bounce(self, transfer: Transfer) -> Outcome:
         """Between two lower levels, neither of which lends its memory: by way of a page-aligned buffer of our own."""
         buffer = memoryview(mmap.mmap(-1, self._stride_nbytes))
-        (read,) = await self._tiers[transfer.source].read([(transfer.chunk.key, buffer)])
-        if not read.ok:
-            return Outcome(read.key, Status.FAILED, Reason.TIER_ERROR, read.error)
-        (written,) = await self._tiers[transfer.target].write([(transfer.chunk, buffer)])
-        return written
+
+        async def copy() -> Sequence[Outcome]:
+            (read,) = read_outcomes = await self._tiers[transfer.source].read([(transfer.chunk.key, buffer)])
+            _refuse_nonsense(read_outcomes, [transfer])
+            if not read.ok:
+                return [Outcome(read.key, Status.FAILED, Reason.TIER_ERROR, read.error)]
+            return await self._tiers[transfer.target].write([(transfer.chunk, buffer)])
+
+        (outcome,) = await self._guarded(copy(), [transfer])
+        return outcome
 
     def _view(self, transfer: Transfer) -> memoryview:
         assert transfer.slot is not None

@@ -216,7 +216,7 @@ GUARDED: Final = [
     (
         "a failed write leaves what it wrote",
         IO,
-        "            if not unlink_quietly(part, leaf_fd) and is_whole_part:\n",
+        "            if not unlink_first(names, leaf_fd) and isinstance(error, OSError):\n",
         "            if False:\n",
         _hunt("disk", "a41"),
     ),

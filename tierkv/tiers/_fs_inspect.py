@@ -19,6 +19,7 @@ from typing import Final
 import xxhash
 
 from tierkv.errors import bad_setting
+from tierkv.tiers._fs_dirs import NotRegularError, open_directory
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     LEAVES,
@@ -34,7 +35,7 @@ from tierkv.tiers._fs_format import (
     parse_file_name,
     parse_owner_file,
 )
-from tierkv.tiers._fs_io import NotRegularError, damage, open_directory
+from tierkv.tiers._fs_io import damage
 from tierkv.tiers._fs_page import FRESH_S, OwnerPage
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -19,10 +19,10 @@ from collections import Counter
 from typing import Final
 
 from tierkv.errors import ChunkSizeError
+from tierkv.tiers._fs_dirs import NotRegularError, make_directory, open_directory, unlink, unlink_first
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
-    ROOT_LOCK,
     BadHeaderError,
     Header,
     checksum,
@@ -38,7 +38,6 @@ from tierkv.types import Chunk, ChunkKey
 _log = logging.getLogger(__name__)
 
 _SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOUCH_AFTER_S: Final = 60.0
@@ -59,8 +58,15 @@ class CorruptFileError(Exception):
         self.identity = identity_of(found)
 
 
-class NotRegularError(Exception):
-    """A link, FIFO, device, socket or directory lies at a chunk's path, or a link where a directory should be."""
+class LeftoverError(OSError):
+    """A write failed, and then the file that it had begun could not be removed: it lies under one of ``names``."""
+
+    def __init__(self, error: OSError, leaf: str, name: str, names: tuple[str, ...]) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.leaf = leaf
+        self.name = name
+        """The final name of what was to be written."""
+        self.names = names
 
 
 class Tally:
@@ -104,7 +110,8 @@ class ChunkFiles:
     def write(self, chunk: Chunk, buffer: memoryview, owner: str, scratch: Scratch) -> None:
         """Put a whole chunk at its path, replacing what was there, or raise OSError and leave nothing behind.
 
-        A write that ends short raises ENOSPC.
+        A write that ends short raises ENOSPC. Where not even what was begun can be removed, LeftoverError says what
+        lies there.
         """
         payload, tail_nbytes = buffer[: chunk.nbytes], chunk.nbytes % PAGE_NBYTES
         pack_header(scratch.header, chunk, self._digest, owner, checksum(payload))
@@ -124,9 +131,11 @@ class ChunkFiles:
             os.rename(part, name, src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
             if self._durable:
                 os.fsync(leaf_fd)
-        except BaseException:
-            if not unlink_quietly(part, leaf_fd) and is_whole_part:
-                unlink_quietly(name, leaf_fd)  # it has its name, whatever was said: nobody counts it there
+        except BaseException as error:
+            # A rename may have been done, whatever was said: then it has its name, and nobody counts it there.
+            names = (part, name) if is_whole_part else (part,)
+            if not unlink_first(names, leaf_fd) and isinstance(error, OSError):
+                raise LeftoverError(error, leaf_of(chunk.key), name, names) from error
             raise
         finally:
             os.close(leaf_fd)
@@ -329,62 +338,3 @@ def damage(found: os.stat_result) -> str | None:
 def is_whole(file_nbytes: int) -> bool:
     """True if a chunk file can have this length."""
     return file_nbytes >= HEADER_NBYTES and file_nbytes % PAGE_NBYTES == 0
-
-
-def open_directory(name: str, dir_fd: int) -> int:
-    """Open a sub-directory without following a link. Raises FileNotFoundError, NotRegularError, OSError."""
-    try:
-        return os.open(name, _DIRECTORY, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise NotRegularError(f"{name} is not a directory") from None
-        raise
-
-
-def make_directory(name: str, dir_fd: int) -> int:
-    """Make (if need be) and open a sub-directory, mode 0700 whatever the umask. Raises as ``open_directory``."""
-    try:
-        os.mkdir(name, 0o700, dir_fd=dir_fd)
-    except FileExistsError:
-        return open_directory(name, dir_fd)
-    # A umask may have taken our own bits away, and then the directory cannot be opened yet.
-    os.chmod(name, 0o700, dir_fd=dir_fd)
-    return open_directory(name, dir_fd)
-
-
-def make_root(path: str, made: list[str]) -> None:
-    """Make a root, mode 0700, and its parents where they are missing; ``made`` takes what was made, in that order."""
-    missing = [path]
-    while (parent := os.path.dirname(missing[-1])) != missing[-1] and not os.path.isdir(parent):
-        missing.append(parent)
-    for directory in reversed(missing):
-        try:
-            os.mkdir(directory, 0o700 if directory == path else 0o777)
-        except FileExistsError:
-            continue
-        made.append(directory)
-        if directory == path:
-            os.chmod(path, 0o700)  # a umask may have taken our own bits away
-
-
-def discard_root_lock(root_fd: int) -> None:
-    """Remove the lock of a root that nobody uses: an open that failed had made it."""
-    with contextlib.suppress(OSError):
-        if os.listdir(root_fd) == [ROOT_LOCK]:
-            os.unlink(ROOT_LOCK, dir_fd=root_fd)
-
-
-def unlink(name: str, dir_fd: int) -> None:
-    """Remove whatever has a name of ours, an empty directory too. Raises OSError."""
-    try:
-        os.unlink(name, dir_fd=dir_fd)
-    except IsADirectoryError:
-        os.rmdir(name, dir_fd=dir_fd)
-
-
-def unlink_quietly(name: str, dir_fd: int) -> bool:
-    """Remove what is not worth an error; False if there was nothing, or it could not be removed."""
-    with contextlib.suppress(OSError):
-        unlink(name, dir_fd)
-        return True
-    return False

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from tierkv.tiers._fs_books import Leaver
+from tierkv.tiers._fs_dirs import NotRegularError, open_directory, unlink_first, unlink_quietly
 from tierkv.tiers._fs_feed import Listed
 from tierkv.tiers._fs_format import (
     LEAVES,
@@ -18,7 +19,7 @@ from tierkv.tiers._fs_format import (
     parse_file_name,
 )
 from tierkv.tiers._fs_index import Index
-from tierkv.tiers._fs_io import NotRegularError, Tally, damage, open_directory, unlink_quietly
+from tierkv.tiers._fs_io import Tally, damage
 from tierkv.tiers._fs_owners import Seat
 from tierkv.types import ChunkKey
 
@@ -170,16 +171,15 @@ class leaf_opened:  # noqa: N801 - reads as the function it would be, were gener
             os.close(self._fd)
 
 
-def remove_leaver(root_fd: int, leaver: Leaver) -> None:
-    """Remove a file of ours in another namespace; gone already is as good."""
+def remove_leaver(root_fd: int, leaver: Leaver) -> bool:
+    """Remove a file of ours in another namespace; gone already is as good. False if it stays."""
     try:
         namespace_fd = open_directory(leaver.namespace, root_fd)
     except (FileNotFoundError, NotRegularError):
-        return
+        return True
     try:
         with leaf_opened(leaver.leaf, namespace_fd) as leaf_fd:
-            if leaf_fd is not None:
-                unlink_quietly(leaver.name, leaf_fd)
+            return leaf_fd is None or unlink_first([leaver.name], leaf_fd)
     finally:
         os.close(namespace_fd)
 

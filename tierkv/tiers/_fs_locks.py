@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from tierkv.errors import TierError
+from tierkv.tiers._fs_dirs import unlink_quietly
 from tierkv.tiers._fs_format import PAGE_NBYTES, ROOT_LOCK, parse_owner_file
-from tierkv.tiers._fs_io import unlink_quietly
 from tierkv.tiers._fs_page import OwnerPage
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from tierkv.errors import TierError, bad_setting
 from tierkv.protocols import Clock, TierContext
 from tierkv.sizes import format_size
 from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_dirs import NotRegularError, discard_root_lock, make_directory, make_root
 from tierkv.tiers._fs_feed import Feed
 from tierkv.tiers._fs_format import (
     PAGE_NBYTES,
@@ -25,15 +26,8 @@ from tierkv.tiers._fs_format import (
     padded_nbytes,
 )
 from tierkv.tiers._fs_index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
-from tierkv.tiers._fs_io import (
-    ChunkFiles,
-    NotRegularError,
-    Tally,
-    direct_works,
-    discard_root_lock,
-    make_directory,
-    make_root,
-)
+from tierkv.tiers._fs_io import ChunkFiles, Tally, direct_works
+from tierkv.tiers._fs_leftovers import Leftovers
 from tierkv.tiers._fs_list import leaf_times_ns
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_ops import Operations
@@ -135,9 +129,10 @@ class Mount:
         if not direct:
             _log.warning("%s: no direct I/O on %s: chunks go through the page cache", name, path)
         files = ChunkFiles(self._namespace_fd, self._digest, direct=direct, durable=wishes.durable, tally=self._tally)
+        self._leftovers = Leftovers(self._namespace_fd, self.books)
         self.scanner = Scanner(
             name, root_fd, digest=self._digest, files=files, books=self.books, seat=self._seat, feed=self.feed,
-            tally=self._tally, gate=wishes.gate, refresh=self.beat,
+            leftovers=self._leftovers, tally=self._tally, gate=wishes.gate, refresh=self.beat,
             index_room_nbytes=self._index_room_nbytes,
         )  # fmt: skip
         self.lookups = Lookups(
@@ -145,8 +140,8 @@ class Mount:
         )
         self.operations = Operations(
             name, root_fd, files=files, books=self.books, seat=self._seat, scanner=self.scanner,
-            lookups=self.lookups, tally=self._tally, n_workers=wishes.n_workers, chunk_nbytes=ctx.chunk_nbytes,
-            spare_nbytes=self.spare_nbytes,
+            lookups=self.lookups, leftovers=self._leftovers, tally=self._tally, n_workers=wishes.n_workers,
+            chunk_nbytes=ctx.chunk_nbytes, spare_nbytes=self.spare_nbytes,
         )  # fmt: skip
         self._scan_lane = Lane(f"tierkv-{name}-scan", 1)
         self._keeper = threading.Thread(target=self._keep, name=f"tierkv-{name}-keeper", daemon=True)
@@ -243,6 +238,7 @@ class Mount:
         while not self._stop.wait(HEARTBEAT_S):
             try:
                 self.beat()
+                self._leftovers.retry()
                 failed = False
             except (OSError, TierError) as error:
                 if not failed:
@@ -291,7 +287,7 @@ class Mount:
     def _owns_files(self) -> Callable[[str], bool]:
         """Whether an owner id is in some file's name, as far as we know."""
         books = self.books
-        if books.is_scanning:
+        if books.is_scanning or len(self._leftovers):
             return lambda _owner: True
         owners = {self._seat.ids[slot] for slot in books.slots()} | {leaver.owner for leaver in books.leavers}
         return owners.__contains__

@@ -10,8 +10,10 @@ from typing import Final
 
 from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
 from tierkv.tiers._fs_books import Books
-from tierkv.tiers._fs_format import charge_nbytes, fits_a_header
-from tierkv.tiers._fs_io import NO_SPACE, ChunkFiles, CorruptFileError, Identity, NotRegularError, Tally
+from tierkv.tiers._fs_dirs import NotRegularError
+from tierkv.tiers._fs_format import charge_nbytes, file_name, fits_a_header
+from tierkv.tiers._fs_io import NO_SPACE, ChunkFiles, CorruptFileError, Identity, LeftoverError, Tally
+from tierkv.tiers._fs_leftovers import Leftovers
 from tierkv.tiers._fs_list import remove_leaver
 from tierkv.tiers._fs_lookup import Lookups
 from tierkv.tiers._fs_memory import Scratch, ScratchRing
@@ -35,7 +37,8 @@ class Operations:
 
     def __init__(
         self, name: str, root_fd: int, *, files: ChunkFiles, books: Books, seat: Seat, scanner: Scanner,
-        lookups: Lookups, tally: Tally, n_workers: int, chunk_nbytes: int, spare_nbytes: Callable[[], int],
+        lookups: Lookups, leftovers: Leftovers, tally: Tally, n_workers: int, chunk_nbytes: int,
+        spare_nbytes: Callable[[], int],
     ) -> None:  # fmt: skip
         self._name = name
         self._root_fd = root_fd
@@ -44,6 +47,7 @@ class Operations:
         self._seat = seat
         self._scanner = scanner
         self._lookups = lookups
+        self._leftovers = leftovers
         self._tally = tally
         self._chunk_nbytes = chunk_nbytes
         self._spare_nbytes = spare_nbytes
@@ -112,8 +116,11 @@ class Operations:
             return Outcome(key, Status.REFUSED, refusal)
         try:
             owner = self._seat.id
+            self._leftovers.settle(file_name(key, owner))
             self._files.write(chunk, _as_bytes(buffer), owner, scratch)
         except OSError as error:
+            if isinstance(error, LeftoverError):
+                self._leftovers.add(error.leaf, error.name, error.names, charge)
             self._books.abort_write(charge)
             if error.errno in NO_SPACE:
                 self._no_room(charge)
@@ -164,7 +171,9 @@ class Operations:
                 if not self._books.leavers:
                     return False
                 leaver = self._books.leavers.popleft()
-                remove_leaver(self._root_fd, leaver)
+                if not remove_leaver(self._root_fd, leaver):
+                    self._books.leavers.append(leaver)
+                    return False
                 self._books.drop_leaver(leaver)
                 self._tally.add("leavers_removed")
         return True

@@ -16,10 +16,12 @@ from typing import Final, cast
 
 from tierkv.errors import TierError
 from tierkv.tiers._fs_books import Books, Leaver
+from tierkv.tiers._fs_dirs import NotRegularError, open_directory
 from tierkv.tiers._fs_feed import BATCH, Feed, Listed
-from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES
+from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES, file_name, leaf_of
 from tierkv.tiers._fs_index import BadIndexError, Index, index_nbytes, read_index
-from tierkv.tiers._fs_io import ChunkFiles, NotRegularError, Tally, open_directory
+from tierkv.tiers._fs_io import ChunkFiles, Tally
+from tierkv.tiers._fs_leftovers import Leftovers
 from tierkv.tiers._fs_list import Hints, Lister, leaf_opened, leaf_times_ns, listed_in, namespaces, remove_leaver
 from tierkv.tiers._fs_owners import Seat
 
@@ -47,7 +49,7 @@ class Scanner:
 
     def __init__(
         self, name: str, root_fd: int, *, digest: bytes, files: ChunkFiles, books: Books, seat: Seat, feed: Feed,
-        tally: Tally, gate: Gate | None, refresh: Callable[[], None], index_room_nbytes: int,
+        leftovers: Leftovers, tally: Tally, gate: Gate | None, refresh: Callable[[], None], index_room_nbytes: int,
     ) -> None:  # fmt: skip
         self.writable = False
         self._name = name
@@ -57,6 +59,7 @@ class Scanner:
         self._books = books
         self._seat = seat
         self._feed = feed
+        self._leftovers = leftovers
         self._tally = tally
         self._gate = gate
         self._refresh = refresh
@@ -260,21 +263,22 @@ class Scanner:
         return staying, excess
 
     def _trim_leavers(self, leavers: list[Leaver], excess: int) -> tuple[list[Leaver], int]:
-        n = 0
-        while n < len(leavers) and excess > 0:
-            remove_leaver(self._root_fd, leavers[n])
-            self._tally.add("trimmed")
-            excess -= leavers[n].nbytes
-            n += 1
-        return leavers[n:], excess
+        staying = []
+        for leaver in leavers:
+            if excess > 0 and remove_leaver(self._root_fd, leaver):
+                self._tally.add("trimmed")
+                excess -= leaver.nbytes
+            else:
+                staying.append(leaver)
+        return staying, excess
 
     def _remove(self, item: Listed) -> None:
         try:
             self._files.remove(item.key, item.owner)
         except OSError as error:
             _log.warning("%s: cannot remove a chunk file to make room: %s", self._name, error)
-            with self._books.lock:
-                self._books.fixed_nbytes += item.nbytes  # it stays, so it counts, though nobody may use it
+            name = file_name(item.key, item.owner)
+            self._leftovers.add(leaf_of(item.key), name, (name,), item.nbytes)
 
     def _release_empty(self, owners: Sequence[str], listed: Sequence[Listed], leavers: Sequence[Leaver]) -> None:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}

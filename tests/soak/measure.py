@@ -1,0 +1,60 @@
+"""What a process holds: resident memory, descriptors, threads, tasks, live objects."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import threading
+from typing import NamedTuple
+
+
+class Holds(NamedTuple):
+    """At one instant, with nothing under way."""
+
+    n_operations: int
+    resident_nbytes: int
+    n_objects: int
+    n_descriptors: int
+    n_threads: int
+    n_tasks: int
+
+    @classmethod
+    def take(cls, n_operations: int) -> Holds:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            resident_nbytes = int(file.read().split()[1]) * resource.getpagesize()
+        return cls(
+            n_operations,
+            resident_nbytes,
+            len(gc.get_objects()),
+            len(os.listdir("/proc/self/fd")) - 1,
+            threading.active_count(),
+            len(asyncio.all_tasks()),
+        )
+
+    def line(self) -> str:
+        return (
+            f"{self.n_operations:>12,} operations: {self.resident_nbytes / 2**20:8.2f} MiB resident, "
+            f"{self.n_objects:,} objects, {self.n_descriptors} descriptors, {self.n_threads} threads, "
+            f"{self.n_tasks} tasks"
+        )
+
+
+def growth(taken: list[Holds]) -> tuple[float, int, int, int]:
+    """From half-way to the end: resident memory as a fraction; descriptors, threads, tasks as numbers.
+
+    Resident memory goes up and down by what the allocator keeps, so a mean of a few on either side is compared.
+    """
+    half = len(taken) // 2
+    n_mean = max(1, half // 3)
+    before, after = taken[half - n_mean : half + 1], taken[-n_mean - 1 :]
+    mean = [sum(each.resident_nbytes for each in some) / len(some) for some in (before, after)]
+    middle, last = taken[half], taken[-1]
+    return (
+        mean[1] / mean[0] - 1,
+        last.n_descriptors - middle.n_descriptors,
+        last.n_threads - middle.n_threads,
+        last.n_tasks - middle.n_tasks,
+    )
