@@ -144,6 +144,13 @@ def crash(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Ten million operations over three levels, with faults, cancellations and resets. ``--operations``: fewer."""
+    session.install("-e", ".[fs,test]")
+    session.run("python", "-m", "tests.soak", *(session.posargs or ["--operations", "10000000"]))
+
+
+@nox.session
 def nightly(session: nox.Session) -> None:
     """The state machines at length, with fresh randomness, and all that is marked nightly."""
     session.install("-e", ".[fs,cli,test]")

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -90,6 +91,7 @@ class Soak:
         self.rng = random.Random(seed)
         self.root = root
         self.moody = MoodyTier(MemoryTier(name="moody"), self.rng)
+        self.disk = FSTier(root, min_free=0)
         self.weather = Weather(faults, str(root), self.rng)
         self.ear = SetEar()
         self.done: Counter[str] = Counter()
@@ -102,7 +104,7 @@ class Soak:
             levels=[
                 Level(MemoryTier(name="primary"), LRU(), capacity=160 * 4096),
                 Level(self.moody, S3FIFO(), capacity=200 * 4096),
-                Level(FSTier(root, min_free=0), LRU(), capacity=400 * 8192, writes=Writes.DEMOTE, queue="256KiB"),
+                Level(self.disk, LRU(), capacity=400 * 8192, writes=Writes.DEMOTE, queue="256KiB"),
             ],
             on_event=self.ear,
             limits=MoverLimits(deadline_s=0.1, breaker_cooldown_s=0.02),
@@ -111,6 +113,7 @@ class Soak:
     async def run(self) -> None:
         began_s = time.monotonic()
         async with self.cache:
+            await self.start_threads()
             for i in range(1, N_CHECKPOINTS + 1):
                 self.moody.rate = 0.005
                 until = self.n_operations * i // N_CHECKPOINTS
@@ -127,6 +130,12 @@ class Soak:
             print(f"moods {dict(self.moody.n_struck)}, weather {dict(self.weather.n_turns)}")
             for name, record in self.cache.statistics().items():
                 print(f"{name}: {record}")
+
+    async def start_threads(self) -> None:
+        """All that the fs tier may ever have: it starts them when there is work for so many at once."""
+        for lane in (self.disk._read_lane, self.disk._write_lane, self.disk._probe_lane):
+            all_there = threading.Barrier(lane.n_threads)
+            await asyncio.gather(*(lane.run(all_there.wait) for _ in range(lane.n_threads)))
 
     async def work(self, until: int) -> None:
         """One user of the cache."""

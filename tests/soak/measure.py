@@ -48,8 +48,8 @@ def growth(taken: list[Holds]) -> tuple[float, int, int, int]:
     Resident memory goes up and down by what the allocator keeps, so a mean of a few on either side is compared.
     """
     half = len(taken) // 2
-    n_mean = max(1, half // 3)
-    before, after = taken[half - n_mean : half + 1], taken[-n_mean - 1 :]
+    n_mean = max(1, half // 5)
+    before, after = taken[half : half + n_mean], taken[-n_mean:]
     mean = [sum(each.resident_nbytes for each in some) / len(some) for some in (before, after)]
     middle, last = taken[half], taken[-1]
     return (

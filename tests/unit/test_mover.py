@@ -1,0 +1,41 @@
+"""The Mover by itself: what of a batch is told apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases.kit import turns_until
+from tests.fs_kit import LONGEST, STRIDE, chunk_of, payload_of, slots
+from tierkv import MemoryTier
+from tierkv._mover import Completion, Mover
+from tierkv.protocols import TierContext
+from tierkv.testing import Does, Fault, FaultTier
+from tierkv.types import Reason, Status, Transfer, TransferKind
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("does", [Does.RAISE, Does.FAIL, Does.SHORT])
+async def test_one_of_a_batch_between_lower_levels(verb: str, does: Does) -> None:
+    """The fifth of eight cannot be read above, or written below, in whatever way: the other seven are there."""
+    above, below = FaultTier(MemoryTier(name="above")), FaultTier(MemoryTier(name="below"))
+    (above if verb == "read" else below).faults.append(Fault(verb, does, 5))
+    ctx = TierContext(LONGEST, STRIDE, b"", 8 * STRIDE)
+    chunks = [chunk_of(i) for i in range(8)]
+    done: list[Completion] = []
+    for tier in (above, below):
+        await tier.open(ctx)
+    mover = Mover([MemoryTier(), above, below], lambda _: slots(1)[0], done.append, stride_nbytes=STRIDE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(above, "faults", [])
+        await above.write([(chunk, memoryview(payload_of(chunk.key, LONGEST))) for chunk in chunks])
+    mover.submit([Transfer(i, TransferKind.DEMOTE, chunk, 1, 2, None) for i, chunk in enumerate(chunks)])
+    await turns_until(lambda: len(done) == 8)
+    assert [each.transfer_id for each in done] == list(range(8))
+    assert [each.outcome.status for each in done] == [Status.OK] * 4 + [Status.FAILED] + [Status.OK] * 3
+    assert done[4].outcome.reason is Reason.TIER_ERROR
+    there = await below.contains([chunk.key for chunk in chunks])
+    done_after_all = verb == "write" and does is Does.SHORT
+    assert there == [i != 4 or done_after_all for i in range(8)]
+    await mover.aclose()
+    for tier in (above, below):
+        await tier.aclose()
