@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 ENGINE, STAGING, SLOTS = "tierkv/device/engine.py", "tierkv/device/staging.py", "tierkv/device/slots.py"
-LOWERING, CPU, TIER = "tierkv/device/lowering.py", "tierkv/device/cpu.py", "tierkv/device/tier.py"
+ROWS, LOWERING, CPU, TIER = (
+    "tierkv/device/_rows.py",
+    "tierkv/device/lowering.py",
+    "tierkv/device/cpu.py",
+    "tierkv/device/tier.py",
+)
 RACES, SIM = "tierkv/testing/_sim_races.py", "tierkv/testing/_sim_device.py"
 
 RULES = "pytest tests/device/test_rules.py"
 BYTES = "pytest tests/device/test_layout.py tests/device/test_cpu.py"
 MACHINE = "pytest tests/device/test_simdevice.py"
+IN_ONE_CALL = "pytest tests/device/test_rows.py"
 
 
 GUARDED: Final = [
@@ -72,6 +78,20 @@ GUARDED: Final = [
         "            if ids.min() < 0 or ids.max() >= n:\n",
         "            if ids.min() < 0:\n",
         BYTES,
+    ),
+    (
+        "a gap between two slots is taken for a part of them",
+        ROWS,
+        "host[1:] != host[:-1] + nbytes[:-1]",
+        "host[1:] < host[:-1]",
+        IN_ONE_CALL,
+    ),
+    (
+        "only tensors below the slots are copied",
+        ROWS,
+        "for side in (below, ~below):",
+        "for side in (below,):",
+        IN_ONE_CALL,
     ),
     (
         "a failed copy fails the next job too",

@@ -121,6 +121,7 @@ class TransferEngine:
 
     def __init__(self, runtime: DeviceRuntime, layout: DeviceLayout, pages: Sequence[Pages], slots: HostSlots) -> None:
         self._runtime = runtime
+        self._watcher = runtime if isinstance(runtime, HostWatcher) else None
         self._slots = slots
         self._lowering = Lowering(layout, pages, slots)
         self._pool = DescriptorPool()
@@ -207,9 +208,9 @@ class TransferEngine:
     def _zero(self, flight: _Flight) -> None:
         """The slots were other chunks' before: what this one does not fill must not carry their bytes further."""
         zeroes = list(self._lowering.zeroes(flight.job.copies))
-        if isinstance(self._runtime, HostWatcher):
+        if self._watcher is not None:
             for address, nbytes in chain.from_iterable(zero.ranges() for zero in zeroes):
-                self._runtime.host_writes(address, nbytes)
+                self._watcher.host_writes(address, nbytes)
         if sum(zero.nbytes for zero in zeroes) <= _INLINE_ZERO_NBYTES:
             _fill(zeroes)
         else:

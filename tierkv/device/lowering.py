@@ -92,6 +92,10 @@ class _Class(NamedTuple):
     """``[n_places, 1, n_fragments]``: offset of each fragment in a slot, in sub-block 0."""
     sub: Array
     """``[n_places, 1, 1]``: distance of sub-blocks."""
+    nbytes: Array
+    """``[n_places, 1]``: of each fragment."""
+    takes_turns: bool
+    """Whether other ranks hold the same bytes of any of them."""
 
 
 class _Part(NamedTuple):
@@ -164,8 +168,9 @@ class Lowering:
     def zeroes(self, copies: Sequence[GroupCopy]) -> Iterator[Zeroes]:
         """What a store leaves unwritten of its slots and this rank has to zero."""
         for copy in copies:
-            for piece, rows in self._by_piece(np.asarray(copy.touched, np.int64)):
-                for start, stop in self._layout.gaps[copy.group]:
+            gaps = self._layout.gaps[copy.group]
+            for piece, rows in self._by_piece(np.asarray(copy.touched, np.int64)) if gaps else ():
+                for start, stop in gaps:
                     yield Zeroes(self._rows[piece], rows, start, stop)
             for slot, sub in copy.skipped:
                 piece, row = divmod(slot, self._slots.slots_per_piece)
@@ -179,6 +184,9 @@ class Lowering:
         self._rows, self._classes = [], []
 
     def _by_piece(self, slots: Array) -> Iterator[tuple[int, Array]]:
+        if len(self._rows) == 1:
+            yield 0, slots
+            return
         pieces, rows = np.divmod(slots, self._slots.slots_per_piece)
         for piece in np.unique(pieces).tolist():
             yield piece, rows[pieces == piece]
@@ -193,6 +201,9 @@ class Lowering:
             if ids.min() < 0 or ids.max() >= n:
                 wrong = int(ids.max() if ids.max() >= n else ids.min())
                 raise TierError("device", f"{what} {wrong} of group {copy.group} does not exist: there are {n}")
+        if len(self._rows) == 1:
+            yield _Part(copy.group, blocks, slots, subs, 0)
+            return
         pieces = slots // self._slots.slots_per_piece
         for piece in np.unique(pieces).tolist():
             mine = pieces == piece
@@ -203,9 +214,12 @@ class Lowering:
         start = memory.address + (part.slots - part.piece * self._slots.slots_per_piece) * self._stride
         device = cls.device + cls.row * part.blocks[None, :, None]
         host = cls.place + cls.sub * part.subs[None, :, None] + start[None, :, None]
+        if not (takes_turns and cls.takes_turns):
+            pairs.add_all(device, host, cls, memory)
+            return
         for i, place in enumerate(cls.places):
             mine: Any = slice(None)
-            if takes_turns and place.n_writers > 1:
+            if place.n_writers > 1:
                 mine = _is_mine(place, part.slots, part.subs, self._layout.blocks_per_chunk)
             pairs.add(device[i, mine], host[i, mine], place.run.fragment_nbytes, cls.pages[i].memory, memory)
 
@@ -225,6 +239,18 @@ class _Pairs:
         to = slice(first, self.n)
         self.descriptors[0, to], self.descriptors[1, to], self.descriptors[2, to] = device.ravel(), host.ravel(), nbytes
         self.strips.append(Strip(first, self.n, nbytes, device_memory, host_memory))
+
+    def add_all(self, device: Array, host: Array, cls: _Class, host_memory: Memory) -> None:
+        """All places of a class at once: a model has a hundred, and a call for each costs what a page takes to copy."""
+        each = device[0].size
+        first, self.n = self.n, self.n + device.size
+        to = slice(first, self.n)
+        self.descriptors[0, to], self.descriptors[1, to] = device.ravel(), host.ravel()
+        self.descriptors[2, to].reshape(-1, each)[:] = cls.nbytes
+        self.strips += [
+            Strip(start, start + each, place.run.fragment_nbytes, pages.memory, host_memory)
+            for start, place, pages in zip(range(first, self.n, each), cls.places, cls.pages, strict=True)
+        ]
 
 
 def _fragments(place: Place, sub: int) -> Iterator[tuple[int, int]]:
@@ -260,6 +286,8 @@ def _class(places: tuple[Place, ...], pages: Sequence[Pages], n_fragments: int) 
         _column(p.row_nbytes for p in own),
         _column(p.offset + p.run.place_offset for p in places) + _column(r.place_stride for r in runs) * fragments,
         _column(p.block_stride for p in places),
+        _column(r.fragment_nbytes for r in runs)[:, 0],
+        any(p.n_writers > 1 for p in places),
     )
 
 
