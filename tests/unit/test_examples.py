@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 NEEDS_MORE = {"vllm_tiering.py", "torch_server.py"}
 """Run where their libraries are: tests/vllm and tests/device."""
+EXTRAS = {"prometheus_metrics.py": "prometheus_client"}
 FEW = settings(max_examples=20, stateful_step_count=30)
 
 
@@ -39,6 +40,8 @@ def _run(name: str, *arguments: str) -> str:
 @pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - NEEDS_MORE))
 def test_an_example_runs(name: str) -> None:
     """It ends well, says something, and warns of nothing."""
+    if name in EXTRAS:
+        pytest.importorskip(EXTRAS[name], reason="its extra is not installed")
     assert _run(name).strip()
 
 
