@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -41,14 +42,16 @@ REPOSITORY: Final = HERE.parents[1]
 
 KINDS: Final = (
     "open", "read", "write", "close", "rename", "unlink", "mkdir", "sync", "stat", "list", "lock", "time", "space",
+    "mode", "size",
 )  # fmt: skip
 """What a rule can be about, in the order of their bits. ``sync`` is fsync and fdatasync, ``list`` readdir, ``lock``
-flock, ``time`` utimensat, ``space`` fstatvfs."""
+flock, ``time`` utimensat, ``space`` fstatvfs, ``mode`` chmod, ``size`` ftruncate and fallocate."""
 
 _MAGIC: Final = 0x746C7561662D6B76
 _HEAD: Final = struct.Struct("=QQq40x")
-_RULE: Final = struct.Struct("=IIiiIIQIIQQQQQ184s")
+_RULE: Final = struct.Struct("=IIiiIIQIIQQQQQII176s")
 _N_RULES: Final = 32
+_PATH_NBYTES: Final = 176
 _NBYTES: Final = _HEAD.size + _N_RULES * _RULE.size
 _SHIFT_AT: Final = 16
 _HANG_AT: Final = 32
@@ -111,6 +114,8 @@ class Faults:
         flip: bool = False,
         delay_s: float = 0.0,
         hang: bool = False,
+        kill: bool = False,
+        log: bool = False,
         first: int = 1,
         count: int = 0,
     ) -> Rule:
@@ -125,13 +130,18 @@ class Faults:
             flip: reads give one wrong bit.
             delay_s: before the call.
             hang: until :meth:`Rule.let_go`, before the call.
+            kill: the process ends by SIGKILL, in front of the call; behind it with ``after``, and, with both ``after``
+                and ``at_most``, once that part was moved.
+            log: write the call down before it is made, for :meth:`log`.
             first: the first call that matches and is struck, counted from 1.
             count: how many are struck from then on; 0 is all.
         """
+        if len(os.fsencode(path)) >= _PATH_NBYTES:
+            raise ValueError(f"at most {_PATH_NBYTES - 1} bytes of path")
         bits = sum(1 << KINDS.index(call) for call in calls or KINDS)
         packed = _RULE.pack(
-            0, bits, error, -1 if at_most is None else at_most, after, flip, int(delay_s * 1e6), hang, 0, first, count,
-            0, 0, 0, path.encode(),
+            0, bits, error, -1 if at_most is None else at_most, after, flip, int(delay_s * 1e6), hang, kill, first,
+            count, 0, 0, 0, log, 0, path.encode(),
         )  # fmt: skip
         for i in range(_N_RULES):
             at = _HEAD.size + i * _RULE.size
@@ -147,6 +157,14 @@ class Faults:
         for i in range(_N_RULES):
             self._table[_HEAD.size + i * _RULE.size] = 0
         self._count()
+
+    def log(self) -> list[tuple[str, str]]:
+        """Calls that rules with ``log`` have struck, in order: kind and path."""
+        try:
+            lines = Path(f"{self.path}.log").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [(KINDS[int(kind)], path) for kind, path in (line.split(" ", 1) for line in lines)]
 
     def shift_clock(self, by_s: float) -> None:
         """The wall clock is off by so many seconds; monotonic ones go on as they were."""
@@ -165,7 +183,8 @@ class Rule:
 
     def __init__(self, faults: Faults, at: int) -> None:
         self._faults = faults
-        self._at = at
+        self.at = at
+        """Its place in the table: another process that has attached that may follow it, too."""
 
     @property
     def n_seen(self) -> int:
@@ -183,21 +202,32 @@ class Rule:
 
     def let_go(self) -> None:
         """What hangs goes on, and nothing hangs any more."""
-        struct.pack_into("=I", self._faults._table, self._at + _HANG_AT, 0)
+        struct.pack_into("=I", self._faults._table, self.at + _HANG_AT, 0)
 
     def remove(self) -> None:
-        self._faults._table[self._at] = 0
+        self._faults._table[self.at] = 0
         self._faults._count()
 
-    async def met(self, n: int = 1, *, waiting: bool = False, timeout_s: float = 40.0) -> None:
-        """Wait until the rule has struck ``n`` calls, or ``n`` hang. A thread in a system call tells of no event."""
+    async def met(
+        self,
+        n: int = 1,
+        *,
+        waiting: bool = False,
+        timeout_s: float = 40.0,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Wait until the rule has struck ``n`` calls, or ``n`` hang. A thread in a system call tells of no event.
+
+        ``meanwhile`` is called now and then, and raises if there is nothing to wait for any more.
+        """
         deadline = time.monotonic() + timeout_s
         while (self.n_waiting if waiting else self.n_struck) < n:
             assert time.monotonic() < deadline, f"struck {self.n_struck} times, {self.n_waiting} wait, not {n}"
+            meanwhile()
             await asyncio.sleep(0.002)
 
     def _counts(self) -> tuple[int, int, int]:
-        seen, struck, waiting = struct.unpack_from("=QQQ", self._faults._table, self._at + _COUNTS_AT)
+        seen, struck, waiting = struct.unpack_from("=QQQ", self._faults._table, self.at + _COUNTS_AT)
         return seen, struck, waiting
 
 

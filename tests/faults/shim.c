@@ -13,6 +13,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -32,7 +33,7 @@
 
 enum kind {
     OPEN = 1, READ = 2, WRITE = 4, CLOSE = 8, RENAME = 16, UNLINK = 32, MKDIR = 64, SYNC = 128, STAT = 256, LIST = 512,
-    LOCK = 1024, TIME = 2048, SPACE = 4096,
+    LOCK = 1024, TIME = 2048, SPACE = 4096, MODE = 8192, SIZE = 16384,
 };
 
 struct rule {
@@ -42,10 +43,12 @@ struct rule {
     uint32_t after;       /* the call is made, and its success kept quiet about */
     uint32_t flip;        /* one bit of what was read is another */
     uint64_t delay_us;
-    uint32_t hang, spare; /* waits until this is zero */
+    uint32_t hang;        /* waits until this is zero */
+    uint32_t kill;        /* the process ends by SIGKILL: in front of the call, or behind it */
     uint64_t first, count; /* which of the calls that match, from 1; a count of 0: all from the first on */
     uint64_t n_seen, n_struck, n_waiting;
-    char path[184];
+    uint32_t log, spare;   /* calls that are struck are written down before they are made */
+    char path[176];
 };
 
 struct table {
@@ -60,6 +63,7 @@ struct table {
 
 static struct table nothing;
 static struct table *volatile table = &nothing;
+static char log_path[PATH_MAX];
 
 #define REAL(name) ({ static __typeof__(&name) real; if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name); real; })
 
@@ -73,6 +77,7 @@ __attribute__((constructor)) static void begin(void)
     REAL(close)(fd);
     if (at != MAP_FAILED && ((struct table *)at)->magic == MAGIC)
         table = at;
+    snprintf(log_path, sizeof log_path, "%s.log", path);
 }
 
 static void pause_us(uint64_t us)
@@ -80,6 +85,23 @@ static void pause_us(uint64_t us)
     struct timespec left = {us / 1000000, us % 1000000 * 1000};
     while (nanosleep(&left, &left) && errno == EINTR)
         ;
+}
+
+static void die(void)
+{
+    kill(getpid(), SIGKILL);
+    for (;;)
+        pause();
+}
+
+static void write_down(enum kind kind, const char *path)
+{
+    char line[PATH_MAX + 16];
+    int n = snprintf(line, sizeof line, "%d %s\n", __builtin_ctz(kind), path);
+    int fd = REAL(open64)(log_path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
+    if (fd < 0 || REAL(write)(fd, line, n) != n) /* in one piece: other threads write, too */
+        abort();
+    REAL(close)(fd);
 }
 
 /* The rule that strikes this call, after its delay, or NULL. */
@@ -99,6 +121,10 @@ static struct rule *strike(enum kind kind, const char *path)
         while (__atomic_load_n(&rule->hang, __ATOMIC_ACQUIRE) && __atomic_load_n(&rule->active, __ATOMIC_ACQUIRE))
             pause_us(1000);
         __atomic_sub_fetch(&rule->n_waiting, 1, __ATOMIC_RELAXED);
+        if (rule->log)
+            write_down(kind, path);
+        if (rule->kill && !rule->after)
+            die();
         return rule;
     }
     return NULL;
@@ -147,6 +173,10 @@ static struct rule *strike_at(enum kind kind, int dir_fd, const char *name)
         if (quiet())                                                    \
             return call;                                                \
         struct rule *rule = strike_at(kind, dir_fd, name);              \
+        if (rule && rule->kill) {                                       \
+            (void)(call);                                               \
+            die();                                                      \
+        }                                                               \
         if (!rule || !rule->error)                                      \
             return call;                                                \
         int error = rule->error;                                        \
@@ -158,18 +188,20 @@ static struct rule *strike_at(enum kind kind, int dir_fd, const char *name)
 
 /* -- opening ------------------------------------------------------------------------------------------------------ */
 
-#define MODE mode_t mode = 0; if (flags & (O_CREAT | __O_TMPFILE)) { va_list list; va_start(list, flags); mode = va_arg(list, mode_t); va_end(list); }
+#define WITH_MODE mode_t mode = 0; if (flags & (O_CREAT | __O_TMPFILE)) { va_list list; va_start(list, flags); mode = va_arg(list, mode_t); va_end(list); }
 
-int open64(const char *name, int flags, ...) { MODE CALL(OPEN, AT_FDCWD, name, -1, REAL(open64)(name, flags, mode)); }
-int open(const char *name, int flags, ...) { MODE CALL(OPEN, AT_FDCWD, name, -1, REAL(open)(name, flags, mode)); }
-int openat64(int at, const char *name, int flags, ...) { MODE CALL(OPEN, at, name, -1, REAL(openat64)(at, name, flags, mode)); }
-int openat(int at, const char *name, int flags, ...) { MODE CALL(OPEN, at, name, -1, REAL(openat)(at, name, flags, mode)); }
+int open64(const char *name, int flags, ...) { WITH_MODE CALL(OPEN, AT_FDCWD, name, -1, REAL(open64)(name, flags, mode)); }
+int open(const char *name, int flags, ...) { WITH_MODE CALL(OPEN, AT_FDCWD, name, -1, REAL(open)(name, flags, mode)); }
+int openat64(int at, const char *name, int flags, ...) { WITH_MODE CALL(OPEN, at, name, -1, REAL(openat64)(at, name, flags, mode)); }
+int openat(int at, const char *name, int flags, ...) { WITH_MODE CALL(OPEN, at, name, -1, REAL(openat)(at, name, flags, mode)); }
 int close(int fd)
 {
     if (quiet())
         return REAL(close)(fd);
     struct rule *rule = strike_at(CLOSE, fd, NULL);
     int answer = REAL(close)(fd); /* whatever close says, Linux has closed it */
+    if (rule && rule->kill)
+        die();
     if (!rule || !rule->error)
         return answer;
     errno = rule->error;
@@ -223,6 +255,8 @@ static void flip_a_bit(const struct iovec *parts, int n, ssize_t moved)
             left -= cut[n_cut].iov_len;                                                  \
         }                                                                                \
         ssize_t moved = n_cut ? call_with(cut, n_cut) : 0;                               \
+        if (rule->kill)                                                                  \
+            die();                                                                       \
         if (moved < 0)                                                                   \
             return moved;                                                                \
         if (rule->flip && kind == READ)                                                  \
@@ -262,6 +296,24 @@ int unlinkat(int at, const char *name, int flags) { CALL(UNLINK, at, name, -1, R
 int rmdir(const char *name) { CALL(UNLINK, AT_FDCWD, name, -1, REAL(rmdir)(name)); }
 int mkdir(const char *name, mode_t mode) { CALL(MKDIR, AT_FDCWD, name, -1, REAL(mkdir)(name, mode)); }
 int mkdirat(int at, const char *name, mode_t mode) { CALL(MKDIR, at, name, -1, REAL(mkdirat)(at, name, mode)); }
+
+int chmod(const char *name, mode_t mode) { CALL(MODE, AT_FDCWD, name, -1, REAL(chmod)(name, mode)); }
+int fchmod(int fd, mode_t mode) { CALL(MODE, fd, NULL, -1, REAL(fchmod)(fd, mode)); }
+int fchmodat(int at, const char *name, mode_t mode, int flags) { CALL(MODE, at, name, -1, REAL(fchmodat)(at, name, mode, flags)); }
+int ftruncate64(int fd, off64_t length) { CALL(SIZE, fd, NULL, -1, REAL(ftruncate64)(fd, length)); }
+int fallocate64(int fd, int how, off64_t offset, off64_t length) { CALL(SIZE, fd, NULL, -1, REAL(fallocate64)(fd, how, offset, length)); }
+
+/* posix_fallocate says what went wrong by what it returns. */
+int posix_fallocate64(int fd, off64_t offset, off64_t length)
+{
+    struct rule *rule = quiet() ? NULL : strike_at(SIZE, fd, NULL);
+    if (rule && rule->error && !rule->after)
+        return rule->error;
+    int answer = REAL(posix_fallocate64)(fd, offset, length);
+    if (rule && rule->kill)
+        die();
+    return rule && rule->error ? rule->error : answer;
+}
 
 /* -- looking, syncing, locking ------------------------------------------------------------------------------------ */
 

@@ -1,0 +1,308 @@
+"""Lives that end by SIGKILL, and what must be true of the root that they leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Final
+
+from tests.crash.lives import chunk_of_key, content_of, restless
+from tests.crash.nursery import Nursery
+from tests.fs_kit import _mount, files_under, first_batches, kill, opened, read, recount
+from tierkv.tiers._fs_format import (
+    HEADER_NBYTES,
+    PAGE_NBYTES,
+    ROOT_LOCK,
+    parse_file_name,
+    parse_owner_file,
+    unpack_header,
+)
+from tierkv.types import ChunkKey, Status
+
+CHANGING: Final = ("open", "write", "rename", "unlink", "mkdir", "sync", "mode", "size")
+"""Kinds of system calls after which the disk may be another than before; a lock ends with its process."""
+
+
+@dataclass
+class Said:
+    """What lives have said in their logs.
+
+    Attributes:
+        kept: acknowledged by a stored event, and nobody had begun to remove it.
+        opens: for each open that came to its end: system calls, seconds, chunks found.
+    """
+
+    kept: set[ChunkKey]
+    opens: list[tuple[int, float, int]]
+
+    @classmethod
+    def read(cls, *logs: Path) -> Said:
+        """Raises AssertionError for a life that met wrong bytes or an exception."""
+        lines = [(log, line.split()) for log in logs if log.exists() for line in log.read_text().splitlines()]
+        others = [words for _, words in lines if words[0] not in ("+", "-", "open", "ready", "done")]
+        assert not others, " ".join(others[0]).replace("\\n", "\n")
+        kept: dict[ChunkKey, Path] = {}
+        # By time, since one life may adopt what another left and remove it.
+        for _, log, words in sorted(
+            (int(words[1]), log, words) for log, words in lines if words[0] in ("+", "-", "open")
+        ):
+            if words[0] == "open":
+                # Among several its share may have become smaller: then it trims, and says anew what it has.
+                kept = {key: owner for key, owner in kept.items() if owner != log or len(logs) == 1}
+            elif words[0] == "+":
+                kept[ChunkKey(bytes.fromhex(words[2]))] = log
+            else:
+                kept.pop(ChunkKey(bytes.fromhex(words[2])), None)
+        opens = [
+            (int(calls), float(s), int(n)) for _, (calls, s, n) in ((w[0], w[1:]) for _, w in lines if w[0] == "ready")
+        ]
+        return cls({*kept}, opens)
+
+
+@dataclass
+class Tally:
+    """What all rounds together have shown. Every count is of things that were found right: what is not, raises."""
+
+    n_rounds: int = 0
+    n_acknowledged: int = 0
+    n_verified: int = 0
+    n_unfinished: int = 0
+    n_index: int = 0
+    """Kills that left an index, whole or not: in a close, or before the next open had read it."""
+    opens: list[tuple[int, float, int]] = field(default_factory=list)
+    """The first of each life."""
+    how: Counter[str] = field(default_factory=Counter)
+
+    def see_as_left(self, root: Path, capacity: int, said: Said, began_nbytes: int = 0) -> None:
+        """At the instant of the kill: under the capacity, and whatever has a chunk's name is that chunk, whole.
+
+        A root that held more than its capacity, ``began_nbytes``, when the life began may have been trimmed or not yet.
+        """
+        self.n_rounds += 1
+        self.n_acknowledged += len(said.kept)
+        self.opens += said.opens[:1]
+        assert recount(root) <= (capacity if said.opens else max(capacity, began_nbytes))
+        for path in files_under(root):
+            self.n_index += ".index" in path.name
+            parsed = parse_file_name(path.name)
+            if parsed is not None and not parsed.is_part:
+                _check_file(path, parsed.key)
+
+    async def reopen(
+        self, root: Path, capacity: int, kept: set[ChunkKey], *, clean: bool = True, n_owners: int = 1,
+        fits: bool = True, **settings: Any,
+    ) -> None:  # fmt: skip
+        """What was acknowledged is there; all that is there is whole and right; nothing else is left, and it fits.
+
+        ``clean`` closes at the end, else it ends as if killed. ``n_owners`` processes may have left files of theirs, of
+        which the tier adopts one's. ``fits`` says that the root is known to have been trimmed before.
+        """
+        async with opened(root, capacity=capacity, **settings) as tier:
+            ours = {item.key for item in await first_batches(tier)}
+            others = [key for key in kept if key not in ours]
+            probed = await tier.probe(others) if n_owners > 1 else [None] * len(others)
+            lost = [key for key, item in zip(others, probed, strict=True) if item is None]
+            assert not lost, f"acknowledged and gone: {lost}"
+            keys = [*ours, *others]
+            statuses, views = await read(tier, *keys) if keys else ([], [])
+            for key, status, view in zip(keys, statuses, views, strict=True):
+                chunk = chunk_of_key(key)
+                assert status is Status.OK, (key, status)
+                assert view == content_of(chunk) + bytes(len(view) - chunk.nbytes), f"{key!r}: wrong bytes"
+            counters, counts = tier.counters(), litter(root)
+            assert counters["corrupt"] == counters["failed_scans"] == 0, counters
+            assert not (fits and counters["trimmed"]), counters
+            assert counts["?"] == 0, counts
+            assert counts["lock"] <= 1 + n_owners, counts
+            assert counts["index"] <= n_owners - 1, counts  # ours has been read, so it is gone
+            if n_owners == 1:
+                assert counts["chunk"] == len(ours) + len(_mount(tier).books.leavers), "a file that nobody counts"
+            assert recount(root) <= capacity
+            if not clean:
+                kill(tier)
+        assert recount(root) <= capacity
+        self.n_verified += len(keys)
+        self.n_unfinished += counters["unfinished"]
+
+    def growth(self) -> tuple[float, float]:
+        """How much dearer the last quarter's openings were than the first's, in system calls and in time."""
+        n = max(1, len(self.opens) // 4)
+        early, late = self.opens[:n], self.opens[-n:]
+        calls = mean(o[0] for o in late) / mean(o[0] for o in early)
+        seconds = median(o[1] for o in late) / median(o[1] for o in early)
+        return calls, seconds
+
+    def __str__(self) -> str:
+        calls, seconds = self.growth()
+        return (
+            f"{self.n_rounds} kills {dict(self.how) or ''}: 0 of {self.n_acknowledged} acknowledged chunks lost, 0 of "
+            f"{self.n_verified} read wrong, {self.n_unfinished} unfinished files swept, {self.n_index} indexes of an "
+            f"interrupted close; opening costs x {calls:.2f} in calls and x {seconds:.2f} in time by the end"
+        )
+
+
+def report(what: str, tally: Tally) -> None:
+    """For who runs it by hand, as each part ends: a line in the file that ``TIERKV_CRASH_REPORT`` names."""
+    name = os.environ.get("TIERKV_CRASH_REPORT")
+    if name:
+        with open(name, "a", encoding="utf-8") as file:
+            file.write(f"{what}: {tally}\n")
+
+
+def _check_file(path: Path, key: ChunkKey) -> None:
+    data, wanted = path.read_bytes(), chunk_of_key(key)
+    assert unpack_header(memoryview(data)[:HEADER_NBYTES]).chunk == wanted
+    assert data[HEADER_NBYTES:] == content_of(wanted) + bytes(-wanted.nbytes % PAGE_NBYTES), f"{path}: wrong bytes"
+
+
+def litter(root: Path) -> dict[str, int]:
+    """How many files of each kind lie on the root; "?" for what should not be there once it is open."""
+    counts = {"chunk": 0, "lock": 0, "index": 0, "?": 0}
+    for path in files_under(root):
+        parsed, owner = parse_file_name(path.name), parse_owner_file(path.name)
+        if parsed is not None:
+            counts["?" if parsed.is_part else "chunk"] += 1
+        elif path.name == ROOT_LOCK or (owner is not None and owner[1] == "lock"):
+            counts["lock"] += 1
+        else:
+            counts["index" if owner is not None and owner[1] == "index" else "?"] += 1
+    return counts
+
+
+@contextmanager
+def counted(nursery: Nursery, root: Path) -> Iterator[dict[str, Any]]:
+    """Settings of a life that say where it is, and where its system calls are counted."""
+    rule = nursery.faults.add(path=f"/{root.name}")
+    try:
+        yield {"root": str(root), "counter": rule.at}
+    finally:
+        rule.remove()
+
+
+def run(nursery: Nursery, life: Callable[..., Any], root: Path, log: Path, **settings: Any) -> tuple[int, Said]:
+    """A life to its own end, or to where a rule kills it: how it ended, and what it said."""
+    with counted(nursery, root) as where:
+        code = nursery.wait(nursery.run(life, log, **where, **settings))
+    return code, Said.read(log)
+
+
+@dataclass
+class Sweep:
+    """A script, killed at its first system call, then at its second, and so on, each time from the same root.
+
+    Args:
+        script: of :mod:`tests.crash.lives`.
+        folder: for roots and logs.
+        template: the root that it begins with; need not exist.
+        capacity: of the root, in bytes.
+        n_owners: processes whose files may be left at the end.
+        settings: of the tier.
+    """
+
+    nursery: Nursery
+    script: Callable[..., Any]
+    folder: Path
+    template: Path
+    capacity: int
+    n_owners: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+    async def kill_at(self, call: int, **how: Any) -> bool:
+        """One round; False if the script has ended without coming to so many calls."""
+        root, log = self.folder / "a-root", self.folder / "log"
+        if self.template.exists():
+            shutil.copytree(self.template, root)
+        began_nbytes = recount(root)
+        rule = self.nursery.faults.add(*CHANGING, path=f"/{root.name}", kill=True, first=call, count=1, **how)
+        code, said = run(self.nursery, self.script, root, log, capacity=self.capacity, **self.settings)
+        struck = rule.n_struck
+        rule.remove()
+        assert code == (-9 if struck else 0)
+        if struck:
+            self.tally.see_as_left(root, self.capacity, said, began_nbytes)
+            await self.tally.reopen(
+                root, self.capacity, said.kept, clean=bool(call % 2), n_owners=self.n_owners,
+                fits=bool(said.opens) or began_nbytes <= self.capacity, **self.settings,
+            )  # fmt: skip
+        shutil.rmtree(root, ignore_errors=True)
+        log.unlink(missing_ok=True)
+        return bool(struck)
+
+    async def all(self, calls: Iterable[int], **how: Any) -> None:
+        """Kill at each of these calls, as far as the script comes."""
+        for call in calls:
+            if not await self.kill_at(call, **how):
+                return
+
+
+@dataclass
+class Storm:
+    """A root on which one life after another stores, loads and deletes at random, and is killed.
+
+    Args:
+        seed: of everything but the instants.
+        n_parts: lives at a time; all of a round are killed, one after another.
+    """
+
+    nursery: Nursery
+    folder: Path
+    capacity: int
+    seed: int
+    n_parts: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._longest_s = 0.3
+
+    async def round(self) -> None:
+        rng, root = self._rng, self.folder / "a-root"
+        n = self.tally.n_rounds
+        logs = [self.folder / f"log-{n}-{part}" for part in range(self.n_parts)]
+        how = rng.choice(("instant", "instant", "call", "torn"))
+        self.tally.how[how] += 1
+        rule = self._rule(how, root)  # before the one that counts: of two rules for a call, the first counts
+        with counted(self.nursery, root) as where:
+            lives = [
+                self.nursery.run(
+                    restless, log, seed=rng.randrange(1 << 30), part=part, n_parts=self.n_parts,
+                    capacity=self.capacity, **where, **self.settings,
+                )
+                for part, log in enumerate(logs)
+            ]  # fmt: skip
+            if rule is None:
+                # The kill is to hit anywhere, so there is nothing to wait for.
+                await asyncio.sleep(rng.uniform(0.0, self._longest_s))
+            else:
+                await rule.met(meanwhile=lambda: Said.read(*logs))  # a life that has failed comes to no call any more
+                rule.remove()
+            for life in rng.sample(lives, len(lives)):
+                self.nursery.kill(life)
+        said = Said.read(*logs)
+        self.tally.see_as_left(root, self.capacity, said)
+        await self.tally.reopen(
+            root, self.capacity, said.kept, clean=rng.random() < 0.5, n_owners=self.n_parts, **self.settings
+        )
+
+    def _rule(self, how: str, root: Path) -> Any:
+        """What kills the first life that comes to it; None for a kill from outside."""
+        rng, add = self._rng, self.nursery.faults.add
+        if how == "call":
+            first, after = rng.randrange(1, 600), rng.random() < 0.5
+            return add(path=f"/{root.name}", kill=True, after=after, first=first, count=1)
+        if how == "torn":
+            at_most = rng.randrange(4 * PAGE_NBYTES)
+            return add(
+                "write", path=".part", kill=True, after=True, at_most=at_most, first=rng.randrange(1, 60), count=1
+            )
+        return None
