@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from tierkv._breaker import Traffic
 from tierkv._hierarchy import Hierarchy
 from tierkv._hints import Hints
 from tierkv._level import LevelPlan
@@ -42,6 +43,7 @@ class Driver:
         *,
         on_event: Callable[[Event], None] | None,
         limits: MoverLimits,
+        cooldowns_s: Sequence[float],
         stride_nbytes: int,
         clock: Clock,
     ) -> None:
@@ -57,6 +59,7 @@ class Driver:
             on_breaker=self._on_breaker,
             stride_nbytes=stride_nbytes,
             limits=limits,
+            cooldowns_s=cooldowns_s,
             clock=clock,
         )
         self._scans = [(index, tier) for index, tier in enumerate(tiers) if isinstance(tier, ScanTier)]
@@ -133,8 +136,8 @@ class Driver:
         self.wake()
         self.kick()
 
-    def _on_breaker(self, level: int, *, is_open: bool) -> None:
-        self.hierarchy.set_open(level, is_open=is_open)
+    def _on_breaker(self, level: int, *, reads: Traffic, writes: Traffic) -> None:
+        self.hierarchy.set_traffic(level, reads=reads, writes=writes)
         self.wake()
         self.kick()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 
+from tierkv._breaker import Door
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes, reason_of
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
@@ -119,7 +120,7 @@ class Flow:
 
     def _retry_stuck(self, level: LevelBooks) -> None:
         """Try the oldest failed deletion again, one at a time: a medium that refuses them must not be hammered."""
-        if not level.stuck or not level.open or level.deleting_nbytes:
+        if not level.stuck or not level.writes.lets_through or level.deleting_nbytes:
             return
         key, entry = next(iter(level.stuck.items()))
         if key in level.leaving or key in level.waiting or level.ledger.get(key) is not None:
@@ -173,7 +174,7 @@ class Flow:
         return charge
 
     def _refusal(self, level: LevelBooks, chunk: Chunk, charge: int) -> Reason | None:
-        if not level.open:
+        if not level.writes.lets_through:
             return Reason.TIER_BROKEN
         if chunk.key in level.leaving or chunk.key in level.waiting:
             return Reason.BUSY
@@ -187,7 +188,7 @@ class Flow:
 
     def _pump(self, level: LevelBooks) -> None:
         """Give waiting writes room, in order, as far as there is room or can be at once."""
-        while level.waiting and level.open and level.plan.writable():
+        while level.waiting and level.writes.lets_through and level.plan.writable():
             waiting = next(iter(level.waiting.values()))
             chunk = waiting.source.chunk
             taken = level.ledger.reserve([chunk])
@@ -273,7 +274,7 @@ class Flow:
         if not level.demotes:
             return None
         below = level.lower[0]
-        return lambda entry: entry.demote_refused or not below.open or level.has_below(entry.chunk.key)
+        return lambda entry: entry.demote_refused or not below.writes.lets_through or level.has_below(entry.chunk.key)
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
@@ -366,8 +367,15 @@ class Flow:
             slot=at_primary.slot if at_primary is not None else None,
             generation=at_primary.generation if at_primary is not None else 0,
         )
+        self._door(transfer).trying = True
         self._flights[transfer.id] = Flight(transfer, source, target, demote)
         self._outbox.append(transfer)
+
+    def _door(self, transfer: Transfer) -> Door:
+        """Which breaker a transfer's end tells something about."""
+        if transfer.kind is TransferKind.PROMOTE:
+            return self.levels[transfer.source].reads
+        return self.levels[transfer.target].writes
 
     def _emit(self, level: LevelBooks, kind: EventKind, chunk: Chunk, reason: Reason | None = None) -> None:
         if self.record_events:

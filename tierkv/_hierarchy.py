@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
+from tierkv._breaker import Traffic
 from tierkv._entry import of_its_tenant
 from tierkv._flow import NOTHING, SLICE
 from tierkv._ledger import GONE, PENDING, READY, Entry
@@ -78,7 +79,7 @@ class Hierarchy(Room):
             if level.readable(key) is not None:
                 return level.index
         for level in lower:
-            if level.open and not level.plan.settled(key):
+            if level.reads.lets_through and not level.plan.settled(key):
                 return UNSETTLED
         return ABSENT
 
@@ -345,10 +346,17 @@ class Hierarchy(Room):
         self._pump_up()
 
     def set_open(self, index: int, *, is_open: bool) -> None:
-        """A level's breaker: while it is not open the level answers misses and drops writes."""
+        """Whether there is a tier at all: while it is not open the level answers misses and drops writes."""
+        traffic = Traffic.FLOWS if is_open else Traffic.STOPPED
+        self.set_traffic(index, reads=traffic, writes=traffic)
+
+    def set_traffic(self, index: int, *, reads: Traffic, writes: Traffic) -> None:
+        """A level's breakers: without reads it answers misses, without writes it drops them, on trial all but one."""
         level = self.levels[index]
-        level.open = is_open
-        if not is_open:
+        for door, traffic in ((level.reads, reads), (level.writes, writes)):
+            if door.traffic is not traffic:
+                door.set(traffic)
+        if writes is Traffic.STOPPED:
             self._refuse_waiting(level, Reason.TIER_BROKEN)
         self._pump_up(index)
 
@@ -359,6 +367,8 @@ class Hierarchy(Room):
         transfer is finished again with ``ended=True``.
         """
         flight = self._flights[transfer_id] if not ended else self._flights.pop(transfer_id)
+        if ended:
+            self._door(flight.transfer).trying = False
         if flight.transfer.kind is TransferKind.PROMOTE:
             self._finish_promote(flight, outcome, ended=ended)
         elif flight.transfer.kind is TransferKind.DELETE:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
+from tierkv._breaker import Door, Traffic
 from tierkv._ledger import READY, Entry, Ledger
 from tierkv.protocols import Admission, EvictionPolicy
 from tierkv.types import Chunk, ChunkKey, LevelStatistics, Outcome, Reason, Status, Transfer
@@ -93,8 +94,8 @@ class LevelBooks:
 
     __slots__ = (
         "counts", "deleting_nbytes", "demotes", "demoting_nbytes", "index", "leaving", "ledger", "lower",
-        "min_free_nbytes", "n_quiet", "name", "open", "plan", "purging", "queued_nbytes", "stuck", "trimming",
-        "waiting",
+        "min_free_nbytes", "n_quiet", "name", "plan", "purging", "queued_nbytes", "reads", "stuck", "trimming",
+        "waiting", "writes",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan) -> None:
@@ -135,13 +136,20 @@ class LevelBooks:
         """Set by a reset while the tier may still bring chunks of earlier runs: they leave again as they come."""
         self.n_quiet = 0
         """Refreshes in a row, while ``purging``, at which the tier was writable and had brought nothing new."""
-        self.open = True
-        """False while the level's breaker is open: it answers misses and takes no writes."""
+        self.reads = Door()
+        """What its breakers let through: of copies up, else it answers misses."""
+        self.writes = Door()
+        """Of copies down and deletions, else it takes no writes."""
+
+    @property
+    def open(self) -> bool:
+        """Both reads and writes are let through, be it on trial: neither breaker is open."""
+        return Traffic.STOPPED not in (self.reads.traffic, self.writes.traffic)
 
     def readable(self, key: ChunkKey) -> Entry | None:
         """The entry if the level can serve the key now."""
         entry = self.ledger.get(key)
-        if entry is None or entry.state is not READY or not self.open or self.ledger.expired(entry):
+        if entry is None or entry.state is not READY or not self.reads.lets_through or self.ledger.expired(entry):
             return None
         return entry
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tierkv._breaker import Breaker, Traffic
 from tierkv.errors import TierError, TierKVError
 from tierkv.protocols import Clock, Tier
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status, Transfer, TransferKind
@@ -32,7 +33,7 @@ class Completion(NamedTuple):
 
 
 class BreakerCallback(Protocol):
-    def __call__(self, level: int, /, *, is_open: bool) -> None: ...
+    def __call__(self, level: int, /, *, reads: Traffic, writes: Traffic) -> None: ...
 
 
 class Queued(NamedTuple):
@@ -51,46 +52,19 @@ class MoverLimits(NamedTuple):
     breaker_failures: int = 3
     """Batches in a row without a single success that open the breaker; a missed deadline opens it at once."""
     breaker_cooldown_s: float = 5.0
-    """How long it stays open at first; doubled with each failed trial, up to a minute."""
+    """How long it stays open before something is tried, and again after each trial that failed."""
 
 
 class Lane:
     """One level's reads, writes or deletions."""
 
-    __slots__ = ("level", "n_running", "queue")
+    __slots__ = ("is_read", "level", "n_running", "queue")
 
-    def __init__(self, level: int) -> None:
+    def __init__(self, level: int, kind: TransferKind) -> None:
         self.level = level
+        self.is_read = kind is TransferKind.PROMOTE
         self.queue: deque[Queued] = deque()
         self.n_running = 0
-
-
-class Breaker:
-    """Opens on failures in a row; after a pause it lets traffic through again on trial."""
-
-    def __init__(self, limits: MoverLimits) -> None:
-        self._limits = limits
-        self._n_failed = 0
-        self._pause_s = limits.breaker_cooldown_s
-        self.is_open = False
-
-    def record(self, *, success: bool, deadline: bool = False) -> float | None:
-        """Count a batch. Seconds to stay open if that opened the breaker, else None."""
-        if success:
-            self._n_failed = 0
-            self._pause_s = self._limits.breaker_cooldown_s
-            return None
-        self._n_failed += 1
-        if self.is_open or not (deadline or self._n_failed >= self._limits.breaker_failures):
-            return None
-        self.is_open = True
-        pause, self._pause_s = self._pause_s, min(2 * self._pause_s, 60.0)
-        return pause
-
-    def trial(self) -> None:
-        """Let traffic through; the next failure opens it again."""
-        self.is_open = False
-        self._n_failed = self._limits.breaker_failures - 1
 
 
 class Mover:
@@ -100,7 +74,11 @@ class Mover:
         tiers: one for each level; index 0 is only reached through ``slot_view``.
         slot_view: writable view of a primary slot.
         on_done: told of every end, on the loop; must not block or raise.
-        on_breaker: told when a level's breaker changes: ``is_open`` means open for traffic.
+        on_breaker: told when one of a level's breakers changes.
+        stride_nbytes: distance of primary slots.
+        limits: of all levels.
+        cooldowns_s: each level's own ``breaker_cooldown_s``; the limits' by default.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -112,6 +90,7 @@ class Mover:
         on_breaker: BreakerCallback | None = None,
         stride_nbytes: int,
         limits: MoverLimits | None = None,
+        cooldowns_s: Sequence[float] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._tiers = tiers
@@ -122,7 +101,9 @@ class Mover:
         self._limits = limits = limits or MoverLimits()
         self._clock = clock
         self._lanes: dict[tuple[int, TransferKind], Lane] = {}
-        self._breakers = [Breaker(limits) for _ in tiers]
+        self._cooldowns_s = cooldowns_s or [limits.breaker_cooldown_s] * len(tiers)
+        self._breakers = [(Breaker(limits.breaker_failures), Breaker(limits.breaker_failures)) for _ in tiers]
+        """Of each level's reads, and of its writes and deletions."""
         self._running: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[Sequence[Outcome]]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -140,7 +121,7 @@ class Mover:
                 self._finish(transfer, _failed(transfer.chunk.key, Reason.CLOSED))
                 continue
             level = transfer.source if transfer.kind is TransferKind.PROMOTE else transfer.target
-            lane = self._lanes.setdefault((level, transfer.kind), Lane(level))
+            lane = self._lanes.setdefault((level, transfer.kind), Lane(level, transfer.kind))
             lane.queue.append(Queued(transfer, deadline))
             touched[level, transfer.kind] = lane
         for lane in touched.values():
@@ -195,13 +176,13 @@ class Mover:
             left_s = batch[0].deadline - self._clock()
             done, _ = await asyncio.wait({call}, timeout=max(left_s, 0.0))
             if not done:
-                self._record(lane.level, success=False, deadline=True)
+                self._record(lane, success=False, deadline=True)
                 for transfer in transfers:
                     self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE), ended=False)
             outcomes = await asyncio.shield(call)
             if done:
                 error = next((o.error for o in outcomes if o.error is not None), None)
-                self._record(lane.level, success=not outcomes or any(_answered(o) for o in outcomes), error=error)
+                self._record(lane, success=not outcomes or any(_answered(o) for o in outcomes), error=error)
             for transfer, outcome in zip(transfers, outcomes, strict=True):
                 self._finish(transfer, outcome)
         finally:
@@ -287,27 +268,38 @@ class Mover:
     def _finish(self, transfer: Transfer, outcome: Outcome, *, ended: bool = True) -> None:
         self._on_done(Completion(transfer.id, outcome, ended))
 
-    def _record(self, level: int, *, success: bool, deadline: bool = False, error: Exception | None = None) -> None:
-        pause_s = self._breakers[level].record(success=success, deadline=deadline)
-        if pause_s is None:
+    def _record(self, lane: Lane, *, success: bool, deadline: bool = False, error: Exception | None = None) -> None:
+        breaker = self._breakers[lane.level][not lane.is_read]
+        if not breaker.record(success=success, deadline=deadline):
             return
-        why = f"no answer within {self._limits.deadline_s:g} s" if deadline else f"it fails ({error})"
-        _log.warning("%s: %s; it answers misses and takes no writes for %g s", self._tiers[level].name, why, pause_s)
-        self._tell_breaker(level, is_open=False)
-        if self._closed:
+        why = f"no answer within {self._limits.deadline_s:g} s" if deadline else str(error)
+        self._log_change(lane, breaker, why)
+        self._tell_breaker(lane.level)
+        if breaker.traffic is not Traffic.STOPPED or self._closed:
             return
 
         def trial() -> None:
             self._timers.discard(timer)
-            self._breakers[level].trial()
-            self._tell_breaker(level, is_open=True)
+            breaker.retry()
+            self._tell_breaker(lane.level)
 
-        timer = asyncio.get_running_loop().call_later(pause_s, trial)
+        timer = asyncio.get_running_loop().call_later(self._cooldowns_s[lane.level], trial)
         self._timers.add(timer)
 
-    def _tell_breaker(self, level: int, *, is_open: bool) -> None:
+    def _log_change(self, lane: Lane, breaker: Breaker, why: str) -> None:
+        """Every opening at first and then ever more rarely: a disk that stays dead must not fill the log."""
+        name, verb = self._tiers[lane.level].name, "reads" if lane.is_read else "writes"
+        if breaker.traffic is Traffic.FLOWS:
+            _log.warning("%s: %s work again", name, verb)
+        elif breaker.n_opened & (breaker.n_opened - 1) == 0:
+            until = "they are misses" if lane.is_read else "chunks are dropped"
+            pause_s = self._cooldowns_s[lane.level]
+            _log.warning("%s: %s fail (%s): %s for %g s, then one is tried", name, verb, why, until, pause_s)
+
+    def _tell_breaker(self, level: int) -> None:
         if self._on_breaker is not None:
-            self._on_breaker(level, is_open=is_open)
+            reads, writes = self._breakers[level]
+            self._on_breaker(level, reads=reads.traffic, writes=writes.traffic)
 
     def _arm_sweep(self) -> None:
         """Transfers that a hung tier keeps in the queue must end too: one timer for the oldest of them."""
@@ -327,7 +319,7 @@ class Mover:
                 self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE))
                 expired += 1
             if expired:
-                self._record(lane.level, success=False, deadline=True)
+                self._record(lane, success=False, deadline=True)
         self._arm_sweep()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tierkv._level import LevelPlan, Writes
@@ -22,6 +23,8 @@ class Level(NamedTuple):
         admission: who may enter; everybody by default.
         writes: how chunks come from the level above; unused on the first.
         queue: bytes that may wait for a write to this level; what comes on top is dropped and counted.
+        breaker_cooldown_s: how long a tier that fails is left alone before something is tried, and again after each
+            trial that failed; None takes the limits' (5 s). Reads and writes are left alone each by itself.
     """
 
     tier: Tier
@@ -30,6 +33,7 @@ class Level(NamedTuple):
     admission: Admission | None = None
     writes: Writes = Writes.CASCADE
     queue: int | str = "1GiB"
+    breaker_cooldown_s: float | None = None
 
 
 def plan_of(level: Level, index: int, capacity_nbytes: int, stride_nbytes: int) -> LevelPlan:
@@ -151,6 +155,16 @@ def check_rest(
         breaker_failures=parse_count("limits.breaker_failures", limits.breaker_failures, 1, 1_000_000),
         breaker_cooldown_s=parse_seconds("limits.breaker_cooldown_s", limits.breaker_cooldown_s),
     )
+
+
+def cooldowns_of(levels: Sequence[Level], limits: MoverLimits) -> list[float]:
+    """Each level's pause of its breakers in seconds. Raises ConfigError."""
+    return [
+        limits.breaker_cooldown_s
+        if level.breaker_cooldown_s is None
+        else parse_seconds(f"{level.tier.name}.breaker_cooldown_s", level.breaker_cooldown_s)
+        for level in levels
+    ]
 
 
 def _offers(value: object, *names: str) -> bool:

@@ -21,7 +21,7 @@ from tierkv._lease import Lease, Pins
 from tierkv._ledger import PENDING, READY, Entry
 from tierkv._mover import MoverLimits, padded_nbytes
 from tierkv._ports import HostPort, uncancelled
-from tierkv._setup import Level, capacities_of, check_rest, chunk_nbytes_of, namespace_of, plan_of
+from tierkv._setup import Level, capacities_of, check_rest, chunk_nbytes_of, cooldowns_of, namespace_of, plan_of
 from tierkv.errors import ClosedError, bad_setting
 from tierkv.protocols import (
     Chunker,
@@ -98,6 +98,7 @@ class TieredCache:
         self._namespace = namespace_of(namespace, chunker)
         self._capacities = capacities_of(levels, self._chunk_nbytes)
         self._levels = tuple(levels)
+        self._cooldowns_s = cooldowns_of(levels, self._limits)
         self._on_event = on_event
         self._clock = clock
         self._stride_nbytes = padded_nbytes(self._chunk_nbytes)
@@ -131,6 +132,7 @@ class TieredCache:
             plans,
             on_event=self._on_event,
             limits=self._limits,
+            cooldowns_s=self._cooldowns_s,
             stride_nbytes=self._stride_nbytes,
             clock=self._clock,
         )
@@ -339,13 +341,14 @@ class TieredCache:
         except Exception as raised:  # noqa: BLE001 - a failed copy is an outcome; its slots must be given back
             arrived, error = [False] * len(entries), raised
         outcomes = []
+        gone = {id(entry) for entry in entries if entry.state is not PENDING}
+        # In one go: a tier below that is on trial takes what comes at once, and nothing beside it.
+        driver.hierarchy.commit_store([entry for entry, ok in zip(entries, arrived, strict=True) if ok])
+        driver.hierarchy.abort_store(
+            [entry for entry, ok in zip(entries, arrived, strict=True) if not ok], Reason.DEVICE_ERROR
+        )
         for entry, ok in zip(entries, arrived, strict=True):
-            gone = entry.state is not PENDING
-            if ok:
-                driver.hierarchy.commit_store([entry])
-            else:
-                driver.hierarchy.abort_store([entry], Reason.DEVICE_ERROR)
-            if ok and not gone:
+            if ok and id(entry) not in gone:
                 outcomes.append(Outcome(entry.key, Status.OK))
             else:
                 reason = Reason.DEVICE_ERROR if not ok else Reason.RESET

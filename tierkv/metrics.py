@@ -56,7 +56,7 @@ _GAUGES = (
     ("level_capacity_bytes", "bytes that the level may hold now", "capacity_nbytes"),
     ("level_pinned_bytes", "bytes that leases and copies keep from eviction", "pinned_nbytes"),
     ("level_chunks", "chunks that can be read", "n_chunks"),
-    ("level_broken", "1 while the level's breaker is open: it answers misses", "broken"),
+    ("level_broken", "1 while a breaker of the level is open: it answers misses or takes no writes", "broken"),
 )
 _COUNTERS = (
     ("chunk_hits", "chunks of prefix hits that the level answered", "n_hits"),

@@ -216,4 +216,4 @@ class LevelStatistics(NamedTuple):
     dropped: Mapping[str, int] = MappingProxyType({})
     """Chunks that left other than by eviction or demotion, by :class:`Reason`."""
     broken: bool = False
-    """True while the level's breaker is open."""
+    """True while a breaker of the level is open, that of its reads or that of its writes."""

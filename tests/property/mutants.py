@@ -235,13 +235,28 @@ MUTANTS = [
         "        if True:\n            self._free",
     ),
     Mutant(
+        "on trial everybody is let through",
+        "tierkv/_breaker.py",
+        "self.traffic is Traffic.TRIAL and not self.trying",
+        "self.traffic is Traffic.TRIAL",
+    ),
+    Mutant(
+        "a trial that was called off is waited for",
+        "tierkv/_hierarchy.py",
+        "            self._door(flight.transfer).trying = False\n",
+        "            pass\n",
+    ),
+    Mutant(
         "a broken level answers hits",
         LEVEL,
-        "or not self.open or self.ledger.expired(entry)",
+        "or not self.reads.lets_through or self.ledger.expired(entry)",
         "or self.ledger.expired(entry)",
     ),
     Mutant(
-        "an expired chunk answers a hit", LEVEL, "or not self.open or self.ledger.expired(entry)", "or not self.open"
+        "an expired chunk answers a hit",
+        LEVEL,
+        "or not self.reads.lets_through or self.ledger.expired(entry)",
+        "or not self.reads.lets_through",
     ),
     Mutant(
         "a foreign chunk is charged to us",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tests.property.world import BY_KEY, KEYS, SLOT, File, ManualClock, Medium, SecondOffer, content, make_policy
+from tierkv._breaker import Traffic
 from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
 from tierkv._hints import Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry
@@ -194,7 +195,7 @@ class Rig:
             if new.kind in WRITES:
                 level = self.h.levels[new.target]
                 assert level.ledger.free_nbytes >= 0, "nothing is written into room that is not there"
-                assert level.open and self.lowers[new.target - 1].writable
+                assert level.writes.traffic is not Traffic.STOPPED and self.lowers[new.target - 1].writable
             self.flying[new.id] = Flying(new)
 
     @staticmethod
@@ -232,7 +233,7 @@ class Rig:
             else:
                 assert event.reason is Reason.DEMOTE_DROPPED
                 n_new = lower[0].counts.refused.total() - n_refused[lower[0].index]
-                refused = entry is None or entry.demote_refused or not lower[0].open or n_new
+                refused = entry is None or entry.demote_refused or not lower[0].writes.lets_through or n_new
                 assert refused, "dropped only if the level below would not take it (8)"
 
     # -- proof --------------------------------------------------------------------------------------------------
@@ -259,9 +260,14 @@ class Rig:
     def expected_find(self, key: ChunkKey) -> int:
         for index, level in enumerate(self.h.levels):
             entry = level.ledger.get(key)
-            if (index, key) in self.ready and level.open and entry is not None and not level.ledger.expired(entry):
+            if (
+                (index, key) in self.ready
+                and level.reads.lets_through
+                and entry is not None
+                and not level.ledger.expired(entry)
+            ):
                 return index
-        probed = any(level.open and not level.plan.settled(key) for level in self.h.levels[1:])
+        probed = any(level.reads.lets_through and not level.plan.settled(key) for level in self.h.levels[1:])
         return UNSETTLED if probed else ABSENT
 
     def check_holds(self) -> None:
@@ -407,9 +413,9 @@ class Rig:
         lost = {(0, store.entries[0].key)}
         self.call(lambda h, i: h.abort_store([store.entries[i]], reason, ended=ended), may_lose=lost)
 
-    def breaker(self, index: int, *, is_open: bool) -> None:
-        self.call(lambda h, _: h.set_open(index, is_open=is_open))
-        assert is_open or not self.h.levels[index].waiting
+    def breaker(self, index: int, *, reads: Traffic = Traffic.FLOWS, writes: Traffic = Traffic.FLOWS) -> None:
+        self.call(lambda h, _: h.set_traffic(index, reads=reads, writes=writes))
+        assert writes is not Traffic.STOPPED or not self.h.levels[index].waiting
 
     def release(self, pin: Held) -> None:
         entry = pin.entries[0]
@@ -443,7 +449,7 @@ class Rig:
             self.abort(store, Reason.CANCELLED)
         for index, lower in enumerate(self.lowers):
             lower.writable = True
-            self.breaker(index + 1, is_open=True)
+            self.breaker(index + 1)
         self.call(lambda h, _: h.refresh())
         self.run_dry()
         for index, level in enumerate(self.h.levels):

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 
 from tests.property.rig import Flying, Held, LowerSetup, Rig, Store
 from tests.property.world import KEYS, PATHS, TOO_LARGE, ancestors
+from tierkv._breaker import Traffic
 from tierkv._hierarchy import Offer
 from tierkv._hints import Hint
 from tierkv._ledger import GONE, PENDING, READY, Entry
@@ -292,8 +293,10 @@ class HierarchyMachine(RuleBasedStateMachine):
             (medium.spoil if data.draw(st.booleans(), label="rots") else medium.lose)(key)
 
     def breaker(self, data: st.DataObject) -> None:
+        """Reads and writes each flow, are on trial or stopped."""
         level = self.draw_level(data)
-        self.rig.breaker(level, is_open=not self.rig.h.levels[level].open)
+        reads, writes = (data.draw(st.sampled_from(Traffic), label=label) for label in ("reads", "writes"))
+        self.rig.breaker(level, reads=reads, writes=writes)
 
     def writable(self, data: st.DataObject) -> None:
         """The tier's total becomes known, or not known again; the hierarchy hears of it at the next refresh."""

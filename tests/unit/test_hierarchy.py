@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tierkv._breaker import Traffic
 from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import LevelPlan, Writes
@@ -513,6 +514,23 @@ def test_an_unsettled_key_asks_for_a_probe() -> None:
     assert h.find(ChunkKey(b"who knows")) == UNSETTLED
     h.set_open(1, is_open=False)
     assert h.find(ChunkKey(b"who knows")) == ABSENT, "a broken tier is not asked"
+
+
+def test_a_trial_that_was_called_off_lets_the_next_one_through() -> None:
+    """A promotion on trial that its asker gave up before it was read tells nothing: another one is tried."""
+    h = over(2, disk())
+    k = chain("k", 2)
+    for chunk in k:
+        store(h, [chunk])
+    run(h)
+    h.reset([0])
+    h.set_traffic(1, reads=Traffic.TRIAL, writes=Traffic.FLOWS)
+    assert [h.find(chunk.key) for chunk in k] == [1, 1]
+    h.promote(k[:1])
+    assert h.find(k[1].key) == ABSENT, "one is under way"
+    (read,) = h.take_transfers()
+    h.finish(read.id, Outcome(k[0].key, Status.REFUSED, Reason.CANCELLED))
+    assert [h.find(chunk.key) for chunk in k] == [1, 1]
 
 
 def test_a_prefix_stops_for_a_reason() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import Locality, Medium
@@ -86,7 +87,13 @@ def _mover_loop(spec: Any, n_levels: int) -> MoverLoop:
         chunk_nbytes=spec.geometry.chunk_nbytes,
         stride_nbytes=spec.geometry.stride_nbytes,
         limits=MoverLimits(deadline_s=spec.options.transfer_deadline_s),
+        cooldowns_s=cooldowns_of(spec.options.tiers),
     )
+
+
+def cooldowns_of(tiers: Sequence[TierOptions]) -> list[float]:
+    """Each level's pause of its breakers; the primary has none."""
+    return [0.0, *(tier.breaker_cooldown_s for tier in tiers)]
 
 
 def primary_plan(spec: Any, clock: Clock) -> LevelPlan:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from tierkv._breaker import Traffic
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import Completion
 from tierkv.protocols import Admission, Bounded, Charging, EvictionPolicy, ScanTier, Tier
@@ -26,7 +27,7 @@ from tierkv.vllm import _compat
 from tierkv.vllm._books import EpochHierarchy
 from tierkv.vllm._control import Identities
 from tierkv.vllm._identity import agreed_identity
-from tierkv.vllm._loop import Absorbed, Closed, MoverLoop, News, Opened, Traffic
+from tierkv.vllm._loop import Absorbed, Closed, Doors, MoverLoop, News, Opened
 
 logger = logging.getLogger("vllm.tierkv.below")
 
@@ -66,8 +67,9 @@ class LowerLevel:
     locality: Any = None
     emits_events: bool = False
     state: LevelState = LevelState.CLOSED
-    traffic: bool = True
-    """False while the breaker is open."""
+    reads: Traffic = Traffic.FLOWS
+    writes: Traffic = Traffic.FLOWS
+    """What its breakers let through."""
     tier: Tier | None = None
     scan: ScanTier | None = None
     """The tier, if it is one that scans and probes."""
@@ -209,11 +211,8 @@ class Below:
             hierarchy.finish(news.transfer_id, news.outcome, ended=news.ended)
             return
         level = self.levels[news.level - 1]
-        if isinstance(news, Traffic):
-            level.traffic = news.flows
-            logger.warning(
-                "Tier %s %s", level.name, "is tried again" if news.flows else "is broken and left alone for now"
-            )
+        if isinstance(news, Doors):
+            level.reads, level.writes = news.reads, news.writes
         elif isinstance(news, Opened) and level.state is LevelState.OPENING:
             level.attach(news.tier)
             level.state = LevelState.OPEN
@@ -223,7 +222,10 @@ class Below:
             logger.error("Tier %s could not be opened and stays closed: %s", level.name, news.error)
         elif isinstance(news, Absorbed) and level.tier is news.tier:
             hierarchy.absorb(news.level, news.found)
-        hierarchy.set_open(news.level, is_open=level.state is LevelState.OPEN and level.traffic)
+        if level.state is LevelState.OPEN:
+            hierarchy.set_traffic(news.level, reads=level.reads, writes=level.writes)
+        else:
+            hierarchy.set_open(news.level, is_open=False)
 
     # -- end ----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tierkv._breaker import Traffic
 from tierkv._mover import Completion, Mover, MoverLimits
 from tierkv.protocols import ScanTier, Tier, TierContext
 from tierkv.types import Chunk, ChunkKey, Found, Transfer
@@ -47,11 +48,12 @@ class Closed(NamedTuple):
     error: str
 
 
-class Traffic(NamedTuple):
-    """A level's breaker changed."""
+class Doors(NamedTuple):
+    """One of a level's breakers changed."""
 
     level: int
-    flows: bool
+    reads: Traffic
+    writes: Traffic
 
 
 class Absorbed(NamedTuple):
@@ -62,7 +64,7 @@ class Absorbed(NamedTuple):
     found: Sequence[Found]
 
 
-News = Completion | Opened | Closed | Traffic | Absorbed
+News = Completion | Opened | Closed | Doors | Absorbed
 
 
 class MoverLoop:
@@ -74,6 +76,7 @@ class MoverLoop:
         chunk_nbytes: largest payload of a chunk.
         stride_nbytes: distance of slots.
         limits: see :class:`~tierkv._mover.MoverLimits`.
+        cooldowns_s: each level's pause of its breakers; the limits' by default.
     """
 
     def __init__(
@@ -84,11 +87,13 @@ class MoverLoop:
         chunk_nbytes: int,
         stride_nbytes: int,
         limits: MoverLimits,
+        cooldowns_s: Sequence[float] | None = None,
     ) -> None:
         self._join_pool = join_pool
         self._chunk_nbytes = chunk_nbytes
         self._stride_nbytes = stride_nbytes
         self._limits = limits
+        self._cooldowns_s = cooldowns_s
         self._tiers: list[Any] = [None] * n_levels
         self._pool: Slots | None = None
         self._mover: Mover | None = None
@@ -207,10 +212,11 @@ class MoverLoop:
                 on_breaker=self._on_breaker,
                 stride_nbytes=self._stride_nbytes,
                 limits=self._limits,
+                cooldowns_s=self._cooldowns_s,
             )
 
-    def _on_breaker(self, level: int, *, is_open: bool) -> None:
-        self._news.append(Traffic(level, is_open))
+    def _on_breaker(self, level: int, *, reads: Traffic, writes: Traffic) -> None:
+        self._news.append(Doors(level, reads, writes))
 
     async def _replace(self, index: int) -> None:
         """Stop the scan of the tier of an earlier epoch and close it."""

@@ -43,7 +43,7 @@ _IGNORED_KEYS = frozenset({"sync_load_budget_bytes", "tier_poll_interval_s"})
 """Keys of vLLM 0.33 that its connector reads, or that only its own spec needs: no warning."""
 _COMMON_TIER_KEYS = frozenset({
     "type", "locality", "enable_kv_events", "backpressure", "capacity", "eviction_policy", "ttl_s", "admission",
-    "writes", "queue_bytes",
+    "writes", "queue_bytes", "breaker_cooldown_s",
 })  # fmt: skip
 FS_KEYS = _COMMON_TIER_KEYS | {"root_dir", "n_read_threads", "n_write_threads", "min_free", "durability", "layout"}
 
@@ -67,6 +67,8 @@ class TierOptions:
     durability: str = "process"
     layout: str = "files"
     queue_nbytes: int | None = None
+    breaker_cooldown_s: float = 5.0
+    """Pause before a tier that failed is tried again."""
     module_path: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     type_key: str = "type"
@@ -302,6 +304,7 @@ def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[
         durability=get.choice("durability", DURABILITIES, default="process") if fs else "process",
         layout=get.choice("layout", ("files",), default="files") if fs else "files",
         queue_nbytes=get.size("queue_bytes"),
+        breaker_cooldown_s=_or(get.seconds("breaker_cooldown_s"), 5.0),
         module_path=module_path,
         extra=extra,
     )

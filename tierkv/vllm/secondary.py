@@ -137,6 +137,7 @@ class TierKVSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
             chunk_nbytes=self._rows.stride_nbytes,
             stride_nbytes=self._rows.stride_nbytes,
             limits=MoverLimits(deadline_s=options.transfer_deadline_s),
+            cooldowns_s=_assembly.cooldowns_of([options.tier]),
         )
 
     # -- lookups ------------------------------------------------------------------------------------------------
