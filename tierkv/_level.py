@@ -136,10 +136,8 @@ class LevelBooks:
         """Set by a reset while the tier may still bring chunks of earlier runs: they leave again as they come."""
         self.n_quiet = 0
         """Refreshes in a row, while ``purging``, at which the tier was writable and had brought nothing new."""
-        self.reads = Door()
-        """What its breakers let through: of copies up, else it answers misses."""
-        self.writes = Door()
-        """Of copies down and deletions, else it takes no writes."""
+        self.reads, self.writes = Door(), Door()
+        """What its breakers let through: without reads it answers misses, without writes it takes none."""
 
     @property
     def open(self) -> bool:
