@@ -86,3 +86,23 @@ def unlink_quietly(name: str, dir_fd: int) -> bool:
         unlink(name, dir_fd)
         return True
     return False
+
+
+def sync_upwards(directory_fd: int) -> None:
+    """Sync the directories above one, up to the top of its file system: none of their names may be lost."""
+    at_fd = os.dup(directory_fd)
+    try:
+        while True:
+            here = os.fstat(at_fd)
+            try:
+                above_fd = os.open("..", _DIRECTORY, dir_fd=at_fd)
+            except PermissionError:
+                return  # what we may not even list, we have not made
+            os.close(at_fd)
+            at_fd = above_fd
+            above = os.fstat(at_fd)
+            if above.st_dev != here.st_dev or above.st_ino == here.st_ino:
+                return
+            os.fsync(at_fd)
+    finally:
+        os.close(at_fd)

@@ -19,7 +19,7 @@ from collections import Counter
 from typing import Final
 
 from tierkv.errors import ChunkSizeError
-from tierkv.tiers._fs_dirs import NotRegularError, make_directory, open_directory, unlink, unlink_first
+from tierkv.tiers._fs_dirs import NotRegularError, make_directory, open_directory, sync_upwards, unlink, unlink_first
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
@@ -95,7 +95,7 @@ class ChunkFiles:
         namespace_fd: open directory; stays the caller's.
         digest: the namespace's digest, written into and checked against every header.
         direct: use O_DIRECT; a chunk whose memory is not aligned for it goes through the page cache by itself.
-        durable: sync data and directory before a write counts as done (power loss).
+        durable: sync data and every directory on the way to it before a write counts as done (power loss).
 
     Concurrency: any number of threads, on different keys.
     """
@@ -106,6 +106,7 @@ class ChunkFiles:
         self._durable = durable
         self._tally = tally
         self._direct = bool(direct and _DIRECT)
+        self._durable_leaves: set[str] = set()
 
     def write(self, chunk: Chunk, buffer: memoryview, owner: str, scratch: Scratch) -> None:
         """Put a whole chunk at its path, replacing what was there, or raise OSError and leave nothing behind.
@@ -202,14 +203,22 @@ class ChunkFiles:
 
     def _make_leaf(self, leaf: str) -> int:
         try:
-            return self.open_leaf(leaf)
+            leaf_fd = self.open_leaf(leaf)
         except FileNotFoundError:
             leaf_fd = make_directory(leaf, self._namespace_fd)
-            if self._durable:
-                os.fsync(self._namespace_fd)
-            return leaf_fd
         except NotRegularError as error:
             raise NotADirectoryError(errno.ENOTDIR, str(error)) from None
+        if self._durable and leaf not in self._durable_leaves:
+            # Also one that was there: whoever made it, another thread a moment ago, say, may not have synced its name.
+            try:
+                if not self._durable_leaves:
+                    sync_upwards(self._namespace_fd)
+                os.fsync(self._namespace_fd)
+            except BaseException:
+                os.close(leaf_fd)
+                raise
+            self._durable_leaves.add(leaf)
+        return leaf_fd
 
     def _write_part(self, leaf_fd: int, part: str, parts: list[memoryview]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE | (_DIRECT if self._direct else 0)
