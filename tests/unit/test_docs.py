@@ -14,7 +14,8 @@ from tierkv.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ELSEWHERE = {"vllm"} | ({"tierkv.device"} if importlib.util.find_spec("torch") is None else set())
+NEEDS = {"torch": "tierkv.device", "prometheus_client": "prometheus_client"}
+ELSEWHERE = {"vllm"} | {module for needs, module in NEEDS.items() if importlib.util.find_spec(needs) is None}
 
 
 def _blocks(language: str) -> list[tuple[str, str]]:

@@ -165,10 +165,18 @@ def wrong_settings(root: Path) -> list[tuple[dict[str, Any], str]]:
             "No",
         ),
         ({**CPU, "cache_policy_module_path": "collections", "eviction_policy": "OrderedDict"}, "on_insert"),
+        (
+            {**CPU, "secondary_tiers": [fs | {"checksum_key_file": str(root / "none")}]},
+            "secondary_tiers[0].checksum_key_file",
+        ),
+        (
+            {**CPU, "secondary_tiers": [fs | {"checksum_key_env": "TIERKV_UNSET"}]},
+            "secondary_tiers[0].checksum_key_env",
+        ),
     ]
 
 
-@pytest.mark.parametrize("case", range(13))
+@pytest.mark.parametrize("case", range(15))
 def test_wrong_setting_creates_nothing(case, tmp_path):
     """One sentence at start-up; no directory, no thread, no shared memory is left."""
     extra, says = wrong_settings(tmp_path / "root")[case]

@@ -185,7 +185,7 @@ def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]
             yield Finding(
                 False,
                 f"namespace {namespace[:8]}, which a living engine uses, is empty and {len(nbytes_of)} others are not: "
-                "its model, precision, layout or tierkv's format differ from before, so nothing of theirs can be used",
+                "its model, precision, layout, checksum key or tierkv's format differ, so nothing of theirs is of use",
             )
     left = [nbytes for namespace, nbytes in nbytes_of.items() if namespace not in wanted]
     if wanted and left:

@@ -47,6 +47,7 @@ def add_ls_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="the tier's root_dir")
     parser.add_argument("--namespace", metavar="DIGEST", help="only this one; its first digits will do")
     parser.add_argument("--owner", metavar="ID", help="only chunks of this owner; its first digits will do")
+    add_secret_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
 
@@ -56,13 +57,24 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", metavar="DIGEST", help="only this one; its first digits will do")
     parser.add_argument("--sample", metavar="PART", default="1", help="part of the chunks, the same each time (0.01)")
     parser.add_argument("--rate", metavar="SIZE", help="read at most this many bytes a second")
+    add_secret_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line, the last one with the counts")
+
+
+def add_secret_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the checksum key is, for commands that read chunks. Never the key itself: others can see arguments."""
+    parser.add_argument(
+        "--checksum-key-file", metavar="FILE", help="the engine's, to read chunks that were proven by it"
+    )
+    parser.add_argument("--checksum-key-env", metavar="NAME", help="the variable that has it instead")
 
 
 def _opened(arguments: argparse.Namespace) -> closing[Root]:
     from tierkv.tiers._fs_inspect import Root  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs_secret import SecretSource  # noqa: PLC0415
 
-    return closing(Root("ROOT", arguments.root))
+    source = SecretSource(getattr(arguments, "checksum_key_file", None), getattr(arguments, "checksum_key_env", None))
+    return closing(Root("ROOT", arguments.root, source.read("--checksum-key-file", "--checksum-key-env")))
 
 
 def digits(option: str, text: str | None, length: int) -> str:

@@ -13,11 +13,12 @@ Everything else in a root is foreign and never touched or counted.
 
 from __future__ import annotations
 
+import hmac
 import re
 import struct
 import zlib
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import xxhash
 
@@ -47,6 +48,7 @@ _SUM_AT: Final = HEADER_NBYTES - 16
 _VARIABLE_NBYTES: Final = _SUM_AT - _FIXED.size
 _PARTIAL: Final = 1
 _HAS_PARENT: Final = 2
+_KEYED: Final = 4
 
 
 class BadHeaderError(Exception):
@@ -60,7 +62,55 @@ class Header(NamedTuple):
     namespace_digest: bytes
     owner: str
     checksum: bytes
-    """xxh3-128 of the payload's ``chunk.nbytes`` bytes."""
+    """Of the payload's ``chunk.nbytes`` bytes; see :class:`Sums`."""
+
+
+class Sums:
+    """How chunks are proven: xxh3-128, or with a secret keyed BLAKE2b of the same length.
+
+    With a secret, only who has it can write what passes. The payload's sum stands in the header and the header's own
+    sum covers that, so no part can be exchanged for another chunk's. The secret itself is not kept, and no ``repr``
+    shows what was made of it.
+    """
+
+    __slots__ = ("_key", "salt")
+
+    def __init__(self, secret: bytes = b"") -> None:
+        self._key = blake2b(secret, digest_size=32, person=b"tierkv checksum").digest() if secret else b""
+        self.salt = blake2b(key=self._key, digest_size=16, person=b"tierkv namespace").digest() if secret else b""
+        """Tells namespaces apart whose chunks have different secrets; says nothing of the secret."""
+
+    @property
+    def is_keyed(self) -> bool:
+        return bool(self._key)
+
+    def hasher(self, part: bytes = b"payload") -> Any:
+        """An object with ``update`` and ``digest``, 16 bytes."""
+        if self._key:
+            return blake2b(digest_size=16, key=self._key, person=part)
+        return xxhash.xxh3_128()
+
+    def of(self, payload: memoryview) -> bytes:
+        """A payload's sum. Releases the GIL for large ones."""
+        return self._of(payload, b"payload")
+
+    def of_header(self, page: memoryview) -> bytes:
+        """The sum of a header page up to where the sum stands."""
+        return self._of(page[:_SUM_AT], b"header")
+
+    def _of(self, data: memoryview, part: bytes) -> bytes:
+        if self._key:
+            return blake2b(data, digest_size=16, key=self._key, person=part).digest()
+        return xxhash.xxh3_128_digest(data)
+
+    def __repr__(self) -> str:
+        return "Sums(keyed)" if self._key else "Sums()"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a checksum key leaves its process by no pickle")
+
+
+PLAIN: Final = Sums()
 
 
 class FileName(NamedTuple):
@@ -79,18 +129,18 @@ def charge_nbytes(chunk_nbytes: int) -> int:
     return HEADER_NBYTES + padded_nbytes(chunk_nbytes)
 
 
-def namespace_digest(namespace: bytes) -> bytes:
-    """16 bytes that name a namespace *in this format version*.
+def namespace_digest(namespace: bytes, sums: Sums = PLAIN) -> bytes:
+    """16 bytes that name a namespace *in this format version* and under this checksum key.
 
-    The version goes in so that files which we could not read never lie where we look, and can be told from ours by
+    Version and key go in so that files which we could not read never lie where we look, and can be told from ours by
     their directory alone.
     """
-    return blake2b(namespace, digest_size=16, key=b"tierkv fs %d" % VERSION).digest()
+    return blake2b(namespace, digest_size=16, key=b"tierkv fs %d" % VERSION, salt=sums.salt).digest()
 
 
 def checksum(payload: memoryview) -> bytes:
     """xxh3-128. Releases the GIL for large payloads."""
-    return xxhash.xxh3_128_digest(payload)
+    return PLAIN.of(payload)
 
 
 def leaf_of(key: bytes) -> str:
@@ -132,19 +182,21 @@ def fits_a_header(chunk: Chunk) -> bool:
     return 0 < len(chunk.key) <= MAX_KEY_NBYTES and n <= _VARIABLE_NBYTES and numbers_fit
 
 
-def pack_header(page: memoryview, chunk: Chunk, digest: bytes, owner: str, payload_checksum: bytes) -> None:
+def pack_header(
+    page: memoryview, chunk: Chunk, digest: bytes, owner: str, payload_checksum: bytes, *, sums: Sums = PLAIN
+) -> None:
     """Write a header over all of ``page``, which is ``HEADER_NBYTES`` long. ``fits_a_header(chunk)`` holds."""
     parent, tenant = chunk.parent or b"", _tenant_bytes(chunk.tenant)
-    flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None)
+    flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None) | _KEYED * sums.is_keyed
     _FIXED.pack_into(
         page, 0, MAGIC, VERSION, flags, chunk.group, digest, bytes.fromhex(owner), chunk.nbytes, chunk.end_token,
         len(chunk.key), len(parent), len(tenant), payload_checksum,
     )  # fmt: skip
     page[_FIXED.size : _SUM_AT] = (chunk.key + parent + tenant).ljust(_VARIABLE_NBYTES, b"\0")
-    page[_SUM_AT:] = xxhash.xxh3_128_digest(page[:_SUM_AT])
+    page[_SUM_AT:] = sums.of_header(page)
 
 
-def unpack_header(page: memoryview) -> Header:
+def unpack_header(page: memoryview, *, sums: Sums = PLAIN) -> Header:
     """Read a header. Raises BadHeaderError for anything that this version did not write, whole and unchanged."""
     (magic, version, flags, group, digest, owner, nbytes, end_token, n_key, n_parent, n_tenant, payload_checksum) = (
         _FIXED.unpack_from(page)
@@ -153,7 +205,9 @@ def unpack_header(page: memoryview) -> Header:
         raise BadHeaderError("no chunk file")
     if version != VERSION:
         raise BadHeaderError(f"format version {version}, this is version {VERSION}")
-    if page[_SUM_AT:] != xxhash.xxh3_128_digest(page[:_SUM_AT]):
+    if bool(flags & _KEYED) != sums.is_keyed:
+        raise BadHeaderError("no checksum key was used" if sums.is_keyed else "its checksum has a key")
+    if not hmac.compare_digest(page[_SUM_AT:], sums.of_header(page)):
         raise BadHeaderError("header checksum")
     at_parent = _FIXED.size + n_key
     at_tenant = at_parent + n_parent
@@ -167,9 +221,9 @@ def unpack_header(page: memoryview) -> Header:
     return Header(chunk, digest, owner.hex(), payload_checksum)
 
 
-def header_of(page: memoryview, key: bytes, digest: bytes, file_nbytes: int) -> Header:
+def header_of(page: memoryview, key: bytes, digest: bytes, file_nbytes: int, *, sums: Sums = PLAIN) -> Header:
     """The header of the file in which this key's chunk should lie. Raises BadHeaderError if another one's does."""
-    header = unpack_header(page)
+    header = unpack_header(page, sums=sums)
     if header.chunk.key != key or header.namespace_digest != digest:
         raise BadHeaderError("another chunk's file")
     if charge_nbytes(header.chunk.nbytes) != file_nbytes:

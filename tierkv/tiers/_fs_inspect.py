@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import os
 import stat
 import time
@@ -16,18 +17,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
-import xxhash
-
 from tierkv.errors import bad_setting
 from tierkv.tiers._fs_dirs import NotRegularError, open_directory
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     LEAVES,
     PAGE_NBYTES,
+    PLAIN,
     ROOT_LOCK,
     BadHeaderError,
     FileName,
     Header,
+    Sums,
     header_of,
     is_namespace_dir,
     leaf_of,
@@ -98,14 +99,15 @@ class Owner:
 
 
 class Root:
-    """An open root.
+    """An open root. ``sums`` is how its chunks are proven: those of other keys are not readable.
 
     Raises:
         ConfigError: there is no such directory, or it may not be read.
     """
 
-    def __init__(self, option: str, path: str) -> None:
+    def __init__(self, option: str, path: str, sums: Sums = PLAIN) -> None:
         self.path = path
+        self._sums = sums
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -234,7 +236,7 @@ class Root:
             OSError: it cannot be read now.
         """
         with self._opened(found) as fd:
-            return _header(fd, found)
+            return _header(fd, found, self._sums)
 
     def verify(self, found: Found, pace: Callable[[int], None] = lambda _: None) -> Header:
         """Read all of a chunk file and compare it with its checksums; ``pace`` is called with what was read.
@@ -243,8 +245,8 @@ class Root:
             BadHeaderError, FileNotFoundError, OSError: as :meth:`header`.
         """
         with self._opened(found) as fd:
-            header = _header(fd, found)
-            digest, at = xxhash.xxh3_128(), HEADER_NBYTES
+            header = _header(fd, found, self._sums)
+            digest, at = self._sums.hasher(), HEADER_NBYTES
             end = HEADER_NBYTES + header.chunk.nbytes
             while at < end:
                 data = os.pread(fd, min(_STEP_NBYTES, end - at), at)
@@ -253,7 +255,7 @@ class Root:
                 digest.update(data)
                 at += len(data)
                 pace(len(data))
-            if digest.digest() != header.checksum:
+            if not hmac.compare_digest(digest.digest(), header.checksum):
                 raise BadHeaderError("payload checksum")
             return header
 
@@ -338,9 +340,10 @@ def found_at(namespace: str, leaf: str, name: str, found: os.stat_result) -> Fou
     return Found(kind, place, parsed, namespace, found.st_size, found.st_mtime)
 
 
-def _header(fd: int, found: Found) -> Header:
+def _header(fd: int, found: Found, sums: Sums) -> Header:
     page = os.pread(fd, HEADER_NBYTES, 0)
     if len(page) < HEADER_NBYTES:
         raise BadHeaderError("no whole header")
     assert found.name is not None
-    return header_of(memoryview(page), found.name.key, bytes.fromhex(found.namespace), os.fstat(fd).st_size)
+    namespace = bytes.fromhex(found.namespace)
+    return header_of(memoryview(page), found.name.key, namespace, os.fstat(fd).st_size, sums=sums)

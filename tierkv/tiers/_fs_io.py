@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hmac
 import logging
 import mmap
 import os
@@ -23,9 +24,10 @@ from tierkv.tiers._fs_dirs import NotRegularError, make_directory, open_director
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
+    PLAIN,
     BadHeaderError,
     Header,
-    checksum,
+    Sums,
     file_name,
     header_of,
     leaf_of,
@@ -96,13 +98,17 @@ class ChunkFiles:
         digest: the namespace's digest, written into and checked against every header.
         direct: use O_DIRECT; a chunk whose memory is not aligned for it goes through the page cache by itself.
         durable: sync data and every directory on the way to it before a write counts as done (power loss).
+        sums: how chunks are proven.
 
     Concurrency: any number of threads, on different keys.
     """
 
-    def __init__(self, namespace_fd: int, digest: bytes, *, direct: bool, durable: bool, tally: Tally) -> None:
+    def __init__(
+        self, namespace_fd: int, digest: bytes, *, direct: bool, durable: bool, tally: Tally, sums: Sums = PLAIN
+    ) -> None:
         self._namespace_fd = namespace_fd
         self._digest = digest
+        self._sums = sums
         self._durable = durable
         self._tally = tally
         self._direct = bool(direct and _DIRECT)
@@ -115,7 +121,7 @@ class ChunkFiles:
         lies there.
         """
         payload, tail_nbytes = buffer[: chunk.nbytes], chunk.nbytes % PAGE_NBYTES
-        pack_header(scratch.header, chunk, self._digest, owner, checksum(payload))
+        pack_header(scratch.header, chunk, self._digest, owner, self._sums.of(payload), sums=self._sums)
         parts = [scratch.header, payload[: chunk.nbytes - tail_nbytes]]
         if tail_nbytes:
             # Never the caller's own last page: behind the payload it may hold another tenant's bytes.
@@ -278,7 +284,7 @@ class ChunkFiles:
             parts.append(scratch.tail)
         self._pread_all(fd, parts, found)
         try:
-            header = header_of(scratch.header, key, self._digest, found.st_size)
+            header = header_of(scratch.header, key, self._digest, found.st_size, sums=self._sums)
         except BadHeaderError as error:
             raise CorruptFileError(str(error), found) from None
         nbytes = header.chunk.nbytes
@@ -286,7 +292,7 @@ class ChunkFiles:
             raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
         if nbytes > straight_nbytes:
             buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
-        if checksum(buffer[:nbytes]) != header.checksum:
+        if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
             raise CorruptFileError("payload checksum", found)
         zero(buffer, nbytes)
         if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:

@@ -21,6 +21,7 @@ from tierkv.tiers._fs_dirs import NotRegularError, discard_root_lock, make_direc
 from tierkv.tiers._fs_feed import Feed
 from tierkv.tiers._fs_format import (
     PAGE_NBYTES,
+    Sums,
     charge_nbytes,
     namespace_digest,
     padded_nbytes,
@@ -34,6 +35,7 @@ from tierkv.tiers._fs_ops import Operations
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_probe import default_min_free_nbytes
 from tierkv.tiers._fs_scan import Gate, Scanner
+from tierkv.tiers._fs_secret import SecretSource
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ COUNTERS: Final = (
     "trimmed",  # files removed by a scan to come under the limit
     "unfinished",  # files that a dead owner was writing
     "leavers_removed",  # files that nobody alive could read, removed for room
+    "unreadable",  # files of another model, format version or checksum key, found by a scan
     "orphans",  # files whose owner's lock file was gone
     "adopted_owners",
     "bad_index",
@@ -74,6 +77,7 @@ class Wishes:
     durable: bool
     clock: Clock
     gate: Gate | None
+    secret: SecretSource
 
 
 class Mount:
@@ -89,12 +93,13 @@ class Mount:
         if os.path.lexists(path) and not os.path.isdir(path):
             raise bad_setting(f"{name}.root", wishes.root, _A_ROOT)
         _refuse_small(name, wishes, ctx)
+        sums = wishes.secret.read(f"{name}.checksum_key_file", f"{name}.checksum_key_env")
         made: list[str] = []
         root_fd = None
         try:
             make_root(path, made)
             root_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            return cls(name, wishes, ctx, path, root_fd)
+            return cls(name, wishes, ctx, path, root_fd, sums=sums)
         except BaseException as error:
             if root_fd is not None:
                 discard_root_lock(root_fd)
@@ -108,7 +113,7 @@ class Mount:
                 error.filename = os.path.join(path, error.filename or "")  # it may be relative to the root
             raise
 
-    def __init__(self, name: str, wishes: Wishes, ctx: TierContext, path: str, root_fd: int) -> None:
+    def __init__(self, name: str, wishes: Wishes, ctx: TierContext, path: str, root_fd: int, *, sums: Sums) -> None:
         self.books = Books()
         self.feed = Feed()
         self._name = name
@@ -117,7 +122,7 @@ class Mount:
         self._wishes = wishes
         self._ctx = ctx
         self._tally = Tally()
-        self._digest = namespace_digest(ctx.namespace)
+        self._digest = namespace_digest(ctx.namespace, sums)
         self._min_free_nbytes = self._decide_min_free()
         self._stop = threading.Event()
         self._seat = Seat(
@@ -128,7 +133,9 @@ class Mount:
         direct = direct_works(f"owner-{self._seat.id}.lock", root_fd)
         if not direct:
             _log.warning("%s: no direct I/O on %s: chunks go through the page cache", name, path)
-        files = ChunkFiles(self._namespace_fd, self._digest, direct=direct, durable=wishes.durable, tally=self._tally)
+        files = ChunkFiles(
+            self._namespace_fd, self._digest, direct=direct, durable=wishes.durable, tally=self._tally, sums=sums
+        )
         self._leftovers = Leftovers(self._namespace_fd, self.books)
         self.scanner = Scanner(
             name, root_fd, digest=self._digest, files=files, books=self.books, seat=self._seat, feed=self.feed,

@@ -240,6 +240,7 @@ class Scanner:
         listed, _ = self._trim(listed, excess)
         for leaver in leavers:
             books.add_leaver(leaver)
+        self._tally.add("unreadable", len(leavers))
         slots = {owner: self._seat.slot_of(owner) for owner in {item.owner for item in listed}}
         staying: list[Listed] = []
         for at in range(0, len(listed), BATCH):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Final, Literal, cast
@@ -16,6 +17,7 @@ from tierkv.sizes import format_size, parse_size
 from tierkv.tiers._fs_format import charge_nbytes
 from tierkv.tiers._fs_mount import Mount, Wishes
 from tierkv.tiers._fs_scan import Gate
+from tierkv.tiers._fs_secret import SecretSource
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
 _SMALL_NBYTES: Final = 256 * 1024
@@ -30,7 +32,8 @@ class FSTier:
     - *Bounded*: everything of ours on the root, rounded up to 4 KiB, stays within the capacity, unfinished files and
       the files of all processes, namespaces and earlier runs included. What is found above it at open is trimmed
       first, coldest first, and until then nothing is written (``writable``). Files that are not ours are not touched.
-    - *Verified*: every read checks header, identity and payload (xxh3-128); what fails is removed and a miss.
+    - *Verified*: every read checks header, identity and payload (xxh3-128, or keyed BLAKE2b); what fails is removed and
+      a miss.
     - *Restartable*: after a kill the files are scanned in the background while :meth:`probe` finds single keys at
       once; after a clean close an index restores the exact order.
     - *Shared*: several processes may use one root. Each has its share, evicts only what it wrote, and reads what the
@@ -45,6 +48,10 @@ class FSTier:
         n_write_threads: most writes and removals in flight, 1 to 256.
         durability: what an acknowledged chunk survives: the end of the process, or with "power" (a sync a chunk)
             that of the machine.
+        checksum_key_file: file with a secret of 16 bytes at least. Chunks are then proven by keyed BLAKE2b instead of
+            xxh3-128: what somebody without the secret has written or changed is a miss. Read once, at open. Chunks of
+            another secret, or of none, are another namespace's: not found, and left alone until the room is needed.
+        checksum_key_env: name of a variable of the environment that has the secret instead.
         name: used in metrics and messages.
         clock: seconds, for how long a negative answer holds.
 
@@ -65,6 +72,8 @@ class FSTier:
         n_read_threads: int = 4,
         n_write_threads: int = 4,
         durability: Literal["process", "power"] = "process",
+        checksum_key_file: str | os.PathLike[str] | None = None,
+        checksum_key_env: str | None = None,
         name: str = "fs",
         clock: Clock = time.monotonic,
         _scan_gate: Gate | None = None,
@@ -86,6 +95,7 @@ class FSTier:
             durable=durability == "power",
             clock=clock,
             gate=_scan_gate,
+            secret=_secret_source(name, checksum_key_file, checksum_key_env),
         )
         self._n_read_threads = n_read_threads
         self._n_write_threads = n_write_threads
@@ -290,6 +300,16 @@ class FSTier:
 
 def _is_text(name: object) -> bool:
     return isinstance(name, str) and bool(name)
+
+
+def _secret_source(name: str, file: object, env: object) -> SecretSource:
+    if file is not None and not _is_path(file):
+        raise bad_setting(f"{name}.checksum_key_file", file, "the path of a file", "/etc/tierkv/checksum.key")
+    if env is not None and (not _is_text(env) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(env))):
+        # Not its value: whoever writes the secret itself there should not find it in a log.
+        allowed = "the name of a variable: letters, digits and underscores"
+        raise bad_setting(f"{name}.checksum_key_env", "not a name", allowed, "TIERKV_CHECKSUM_KEY")
+    return SecretSource(None if file is None else os.fspath(cast("str", file)), cast("str | None", env))
 
 
 def _is_path(root: object) -> bool:

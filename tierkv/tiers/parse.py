@@ -16,7 +16,10 @@ GROUP = "tierkv.tiers"
 
 _EXAMPLE = "fs(/nvme/kv, capacity=500GiB)"
 _METHODS = ("open", "contains", "read", "write", "delete", "aclose")
-_FS_SETTINGS = ("capacity", "min_free", "n_read_threads", "n_write_threads", "durability", "name")
+_FS_SETTINGS = (
+    "capacity", "min_free", "n_read_threads", "n_write_threads", "durability", "checksum_key_file", "checksum_key_env",
+    "name",
+)  # fmt: skip
 
 
 def parse_tier(option: str, value: object, *, module_path: str | None = None) -> Tier:

@@ -186,9 +186,20 @@ def make_tier(index: int, options: TierOptions) -> Tier:
         "min_free": options.min_free_nbytes,
         "n_read_threads": options.n_read_threads,
         "n_write_threads": options.n_write_threads,
+        "checksum_key_file": options.checksum_key_file,
+        "checksum_key_env": options.checksum_key_env,
     }
     given = {name: value for name, value in settings.items() if value is not None}
     return FSTier(options.root_dir, name="fs", durability=options.durability, **given)  # type: ignore[arg-type]
+
+
+def check_secret(index: int, options: TierOptions) -> None:
+    """Raise ConfigError if a tier's checksum key is not where it should be: at start, not once the tier opens."""
+    if options.checksum_key_file is not None or options.checksum_key_env is not None:
+        from tierkv.tiers._fs_secret import SecretSource  # noqa: PLC0415 (needs the fs extra, and nobody else does)
+
+        where = f"secondary_tiers[{index}].checksum_key"
+        SecretSource(options.checksum_key_file, options.checksum_key_env).read(f"{where}_file", f"{where}_env")
 
 
 def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:
@@ -200,7 +211,8 @@ def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:
 
 
 def lower_level(index: int, options: TierOptions) -> LowerLevel:
-    """A level that makes its tier anew for each epoch."""
+    """A level that makes its tier anew for each epoch. Raises ConfigError as ``make_tier`` and ``check_secret``."""
+    check_secret(index, options)
     return LowerLevel(
         name=make_tier(index, options).name,
         make_tier=lambda: make_tier(index, options),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +97,16 @@ class Reader:
         if not isinstance(value, str) or not value or "\0" in value or os.path.isdir(os.path.expanduser(value)):
             raise bad_setting(self.name(key), value, "the path of a file", "/var/log/tierkv-requests.jsonl")
         return os.path.expanduser(value)
+
+    def variable(self, key: str) -> str | None:
+        value = self.raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            # Not its value: whoever writes the secret itself there should not find it in a log.
+            allowed = "the name of a variable: letters, digits and underscores"
+            raise bad_setting(self.name(key), "not a name", allowed, "TIERKV_CHECKSUM_KEY")
+        return value
 
     def reserve(self, key: str) -> int | float | None:
         """A size, or a percentage of the primary ("12.5%") as a fraction."""

@@ -45,7 +45,10 @@ _COMMON_TIER_KEYS = frozenset({
     "type", "locality", "enable_kv_events", "backpressure", "capacity", "eviction_policy", "ttl_s", "admission",
     "writes", "queue_bytes", "breaker_cooldown_s",
 })  # fmt: skip
-FS_KEYS = _COMMON_TIER_KEYS | {"root_dir", "n_read_threads", "n_write_threads", "min_free", "durability", "layout"}
+FS_KEYS = _COMMON_TIER_KEYS | {
+    "root_dir", "n_read_threads", "n_write_threads", "min_free", "durability", "layout", "checksum_key_file",
+    "checksum_key_env",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class TierOptions:
     writes: str = "cascade"
     durability: str = "process"
     layout: str = "files"
+    checksum_key_file: str | None = None
+    checksum_key_env: str | None = None
     queue_nbytes: int | None = None
     breaker_cooldown_s: float = 5.0
     """Pause before a tier that failed is tried again."""
@@ -303,6 +308,8 @@ def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[
         writes=get.choice("writes", WRITES, default="cascade"),
         durability=get.choice("durability", DURABILITIES, default="process") if fs else "process",
         layout=get.choice("layout", ("files",), default="files") if fs else "files",
+        checksum_key_file=get.file("checksum_key_file") if fs else None,
+        checksum_key_env=get.variable("checksum_key_env") if fs else None,
         queue_nbytes=get.size("queue_bytes"),
         breaker_cooldown_s=_or(get.seconds("breaker_cooldown_s"), 5.0),
         module_path=module_path,
