@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,8 @@ async def test_the_secret_counts_and_not_where_it_lies(
         assert await fetch(tier, chunk_of(1), chunk_of(2, 100)) == [Status.OK] * 2
     monkeypatch.setenv("TIERKV_TEST_KEY", SECRET.decode())
     bare = secret_file(tmp_path / "bare", SECRET)
-    for settings in ({"checksum_key_file": bare}, {"checksum_key_env": "TIERKV_TEST_KEY"}):
+    ways: list[dict[str, Any]] = [{"checksum_key_file": bare}, {"checksum_key_env": "TIERKV_TEST_KEY"}]
+    for settings in ways:
         async with opened(root, **settings) as tier:
             assert await fetch(tier, chunk_of(1), chunk_of(2, 100)) == [Status.OK] * 2
 
@@ -90,7 +92,8 @@ async def test_with_another_key_or_none_it_is_a_miss_and_stays(root: Path, key_f
     other = secret_file(tmp_path / "other", b"another secret of some length")
     async with opened(root, checksum_key_file=key_file) as tier:
         await store(tier, chunk_of(1))
-    for settings in ({}, {"checksum_key_file": other}):
+    ways: list[dict[str, Any]] = [{}, {"checksum_key_file": other}]
+    for settings in ways:
         async with opened(root, **settings) as tier:
             assert (await read(tier, key_of(1)))[0] == [Status.MISSING]
             counters = tier.counters()
@@ -313,8 +316,9 @@ async def test_the_secret_is_nowhere(
     monkeypatch.setenv("TIERKV_TEST_KEY", SECRET.decode())
     shown: list[object] = []
     events: list[Event] = []
-    for settings in ({"checksum_key_file": key_file}, {"checksum_key_env": "TIERKV_TEST_KEY"}):
-        tier = FSTier(root, min_free=0, **settings)  # type: ignore[arg-type]
+    ways: list[dict[str, Any]] = [{"checksum_key_file": key_file}, {"checksum_key_env": "TIERKV_TEST_KEY"}]
+    for settings in ways:
+        tier = FSTier(root, min_free=0, **settings)
         levels = [Level(CPUTier(), LRU(), capacity=4 * STRIDE), Level(tier, LRU(), capacity="1MiB")]
         cache = TieredCache(chunker=ToyChunker(), namespace=b"toy", levels=levels, on_event=events.append)
         shown += [tier, cache, levels, tier._wishes]
