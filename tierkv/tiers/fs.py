@@ -78,14 +78,7 @@ class FSTier:
         clock: Clock = time.monotonic,
         _scan_gate: Gate | None = None,
     ) -> None:
-        if not _is_text(name):
-            raise bad_setting("FSTier.name", name, "text", "fs")
-        if not callable(clock):
-            raise bad_setting(f"{name}.clock", clock, "a function that gives seconds", "time.monotonic")
-        if not _is_path(root):
-            raise bad_setting(f"{name}.root", root, "the path of a directory", "/var/cache/tierkv")
-        if durability not in _DURABILITIES:
-            raise bad_setting(f"{name}.durability", durability, '"process" or "power"', "process")
+        _check(name, root=root, durability=durability, clock=clock)
         self._wishes = Wishes(
             root=os.fspath(root),
             capacity_nbytes=None if capacity is None else parse_size(f"{name}.capacity", capacity),
@@ -296,6 +289,18 @@ class FSTier:
     def _close_lanes(self) -> None:
         for lane in (self._read_lane, self._write_lane, self._probe_lane):
             lane.close()
+
+
+def _check(name: object, *, root: object, durability: object, clock: object) -> None:
+    """Raise ConfigError for what has no parser of its own."""
+    if not _is_text(name):
+        raise bad_setting("FSTier.name", name, "text", "fs")
+    if not callable(clock):
+        raise bad_setting(f"{name}.clock", clock, "a function that gives seconds", "time.monotonic")
+    if not _is_path(root):
+        raise bad_setting(f"{name}.root", root, "the path of a directory", "/var/cache/tierkv")
+    if durability not in _DURABILITIES:
+        raise bad_setting(f"{name}.durability", durability, '"process" or "power"', "process")
 
 
 def _is_text(name: object) -> bool:
