@@ -6,7 +6,7 @@ finds a chunk, in whatever process, knows what it must be. A life says
 - ``+ WHEN KEY`` when the disk level's stored event came, ``- WHEN KEY`` when its removed event came, before the file
   goes; what another owner wrote is left out;
 - ``open WHEN`` before an open;
-- ``ready CALLS SECONDS FILES`` when an open has ended: system calls on the root, time, and chunks found there;
+- ``ready CALLS CHUNKS`` when an open has ended: system calls on the root, and chunks found there;
 - ``done`` when a life that waits for its end has nothing else to do;
 - ``wrong KEY`` if a load gave other bytes than those that were stored.
 """
@@ -72,7 +72,6 @@ class Life:
         self._calls = Rule(Faults.attach(), counter)
         self._n_before = self._calls.n_seen
         diary.say("open", time.monotonic_ns())
-        self._began_s = time.monotonic()
         self.cache = TieredCache(
             chunker=Conversations(),
             namespace=namespace.encode(),
@@ -92,8 +91,7 @@ class Life:
     async def ready(self) -> None:
         """Until the disk level takes writes."""
         await scanned(self.tier)
-        calls, seconds = self._calls.n_seen - self._n_before, time.monotonic() - self._began_s
-        self._diary.say("ready", calls, f"{seconds:.4f}", self.tier.usage()["n_chunks"])
+        self._diary.say("ready", self._calls.n_seen - self._n_before, self.tier.usage()["n_chunks"])
 
     async def store(self, conversation: int, depth: int = DEPTH) -> None:
         tokens = [conversation] * depth

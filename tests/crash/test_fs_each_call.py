@@ -18,10 +18,10 @@ from typing import Any, Final
 
 import pytest
 
-from tests.crash.harness import CHANGING, Sweep, Tally, counted, litter, report, run
+from tests.crash.harness import CHANGING, Sweep, Tally, counted, litter, report, run, store_in
 from tests.crash.lives import adopting, chunk_at, chunk_of_key, content_of, returning, staying, storing
 from tests.crash.nursery import Nursery
-from tests.fs_kit import _mount, capacity_for, files_under, opened, read, recount, scanned, slots
+from tests.fs_kit import _mount, capacity_for, files_under, opened, read, recount, scanned
 from tierkv.tiers import _fs_mount
 from tierkv.tiers._fs_format import parse_file_name, part_name
 from tierkv.types import ChunkKey, Status
@@ -77,7 +77,7 @@ async def template_of(nursery: Nursery, scene: Scene, folder: Path, layout: str)
     elif scene.before:
         async with opened(root, **settings) as tier:
             for conversation in scene.before[0]:
-                await _store(tier, conversation)
+                await store_in(tier, conversation)
     return root
 
 
@@ -93,15 +93,6 @@ async def _left(nursery: Nursery, root: Path, log: Path, before: Sequence[Sequen
             nursery.kill(life)
     for own_log in logs:
         own_log.unlink()
-
-
-async def _store(tier: Any, conversation: int) -> None:
-    for place in range(4):
-        chunk = chunk_at(conversation, place)
-        (slot,) = slots(1)
-        slot[: chunk.nbytes] = content_of(chunk)
-        (outcome,) = await tier.write([(chunk, slot)])
-        assert outcome.ok, outcome
 
 
 async def sweep_of(nursery: Nursery, scene: Scene, folder: Path, layout: str) -> Sweep:
@@ -156,7 +147,7 @@ async def _beside_a_neighbour(
         async with opened(root, **settings):
             _mount(neighbour).beat()  # leaves half of the root to others
         for conversation in (5, 6):
-            await _store(neighbour, conversation)
+            await store_in(neighbour, conversation)
         rule = nursery.faults.add(*CHANGING, path=f"/{root.name}", kill=True, first=call, count=1)
         code, said = run(nursery, returning, root, folder / "log", **settings)
         rule.remove()
