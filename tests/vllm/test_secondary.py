@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from vllm.v1.kv_offload.base import TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.leaks import Snapshot
 from tests.vllm.manager_kit import keys_of, offloading_config
 from tests.vllm.own_spec_kit import GATE, HIT, MISS, PENDING, RETRY, ROW, GateTier, OwnSpec, fs, own_spec
 from tierkv.errors import ConfigError, TierError
@@ -484,13 +484,12 @@ def test_a_wrong_setting_is_one_sentence_and_creates_nothing(tmp_path, settings,
     """The engine's start ends in our sentence; no directory, no thread and no shared memory is left."""
     entry = {key: value for key, value in (fs(tmp_path / "root") | settings).items() if value is not None}
     config = offloading_config({"cpu_bytes_to_use": 8 * ROW, "secondary_tiers": [entry]}, page_nbytes=ROW)
-    threads, shm = set(threading.enumerate()), set(os.listdir("/dev/shm"))
+    before = Snapshot.take()
     with pytest.raises(ConfigError, match=says) as caught:
         TieringOffloadingSpec(config).get_manager()
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-    assert set(threading.enumerate()) == threads
-    assert set(os.listdir("/dev/shm")) == shm
+    assert before.leaked(Snapshot.take()) == []
 
 
 def test_the_front_end_hears_it_too(tmp_path):

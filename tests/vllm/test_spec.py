@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec as TheirCPUSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 import tierkv.vllm
+from tests.leaks import Snapshot
 from tests.vllm.manager_kit import PAGE_NBYTES, offloading_config
 from tests.vllm.scheduler_rig import cache_config, engine_config
 from tierkv.errors import ConfigError
@@ -180,13 +180,12 @@ def wrong_settings(root: Path) -> list[tuple[dict[str, Any], str]]:
 def test_wrong_setting_creates_nothing(case, tmp_path):
     """One sentence at start-up; no directory, no thread, no shared memory is left."""
     extra, says = wrong_settings(tmp_path / "root")[case]
-    threads, shm = set(threading.enumerate()), set(os.listdir("/dev/shm"))
+    before = Snapshot.take()
     with pytest.raises(ConfigError) as caught:
         TieringOffloadingSpec(offloading_config(extra)).get_manager()
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert set(threading.enumerate()) == threads
-    assert set(os.listdir("/dev/shm")) == shm
+    assert before.leaked(Snapshot.take()) == []
     assert list(tmp_path.iterdir()) == []
 
 
