@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -393,6 +395,44 @@ async def test_a_process_that_has_no_files_yet_goes_on_with_a_dead_ones(
         beat(new, other)
         assert _of(other)._seat.n_owners == 2
     assert locks(root) == [f"owner-{old_id}.lock"]  # the id that it made up was of no use
+
+
+async def test_who_goes_on_with_an_adopted_id_writes_under_it_only_after_its_scan(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That scan removes what is unfinished under the id; it took away the very file that was being written."""
+    monkeypatch.setattr(_fs_owners, "ADOPT_AFTER_S", 60.0)
+    go_on, held = threading.Event(), threading.Event()
+    go_on.set()
+
+    def gate(_n_done: int, _n_leaves: int) -> None:
+        held.set()
+        assert go_on.wait(30)
+
+    old = await newcomer(root, 20)
+    await store(old, chunk_of(1))
+    old_id = _of(old)._seat.id
+    async with opened(root, n_chunks=20, _scan_gate=gate) as new:
+        own_id = _of(new)._seat.id
+        beat(old, new)
+        held.clear()
+        go_on.clear()
+        try:
+            kill(old)
+            beat(new)
+            assert await asyncio.to_thread(held.wait, 30)
+            assert own_id == _of(new)._seat.id != old_id
+            await store(new, chunk_of(2))
+            assert path_of(root, key_of(2), new).exists(), "under an id that nobody tidies up"
+        finally:
+            go_on.set()
+        await scanned(new)
+        assert _of(new)._seat.id == old_id
+        await store(new, chunk_of(3))
+        assert await fetch(new, chunk_of(1), chunk_of(2), chunk_of(3)) == [Status.OK] * 3
+        beat(new)
+        await store(new, chunk_of(2))
+        assert recount(root) <= capacity_for(20)
 
 
 async def test_a_root_fuller_than_its_new_capacity_is_trimmed_over_all_dead_owners(

@@ -57,6 +57,7 @@ class Seat:
         self.n_owners = 1
         self.capacity_nbytes = 0
         """The root's: the least of the living owners'."""
+        self._next_id: str | None = None
         self.new_id: str | None = None
         """The id that we made up because no dead owner left one."""
         self.reserved_of: dict[str, int] = {}
@@ -83,6 +84,11 @@ class Seat:
     def exclusive(self) -> bool:
         """True where flock does not work: then this process must be the only one on the root."""
         return self._locks.exclusive
+
+    @property
+    def own_ids(self) -> tuple[str | None, ...]:
+        """The id that new files carry, and the one that they will."""
+        return (self.id, self._next_id)
 
     def slot_of(self, owner: str) -> int | None:
         """Small number of an id that this process holds."""
@@ -175,6 +181,16 @@ class Seat:
                 os.close(fd)
                 _log.warning("%s: the lock file of owner %s had been removed and was made anew", self._name, owner)
 
+    def go_on_as_adopted(self) -> bool:
+        """Give new files the adopted id, if there is one to go on with: its files have been listed. False if not.
+
+        Not before: that scan removes what is unfinished under the id, and could not tell what we are writing from it.
+        """
+        if self._next_id is None:
+            return False
+        self.id, self._next_id = self._next_id, None
+        return True
+
     def release(self, owner: str) -> None:
         """Give up an id that no file carries any more, and its lock file with it."""
         with self._locks.root_locked():
@@ -251,7 +267,7 @@ class Seat:
             self._take(other)
             new.append(other.owner)
             if is_fresh and mine:
-                self.id, is_fresh = other.owner, False
+                self._next_id, is_fresh = other.owner, False
         return new
 
     def _take(self, other: Other) -> None:

@@ -87,7 +87,8 @@ class Scanner:
 
     def adopted(self, owners: Sequence[str]) -> None:
         """A scan for the files of owners whose ids we took over later."""
-        self._until_done(self._scan, list(owners), None)
+        if self._until_done(self._scan, list(owners), None) and self._seat.go_on_as_adopted():
+            self._until_done(self._refresh)
 
     def _until_done(self, work: Callable[..., None], *args: object) -> bool:
         """Again and again if the file system refuses: a leaf left out would be bytes that nobody counts."""
@@ -285,7 +286,7 @@ class Scanner:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
         used |= {self._seat.ids[slot] for slot in self._books.slots()}
         for owner in owners:
-            if owner not in used and owner != self._seat.id:
+            if owner not in used and owner not in self._seat.own_ids:
                 self._seat.release(owner)
 
 
