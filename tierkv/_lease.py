@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self
@@ -103,6 +105,10 @@ class Lease:
 
     Made by :meth:`tierkv.TieredCache.lease`. Entering promotes what lies below and waits for it; what could not be
     brought (a file that had gone, no room, a deadline) shortens the lease, so look at ``n_tokens``.
+
+    One that was entered and is forgotten gives its chunks back when it is collected, with a ``ResourceWarning`` -
+    unless an array is still built on one of its views: then they stay pinned, since nobody said that those bytes are
+    done with.
     """
 
     def __init__(self, pins: Pins, hit: PrefixHit) -> None:
@@ -111,6 +117,7 @@ class Lease:
         self._entries: list[Entry] | None = None
         """One for each leading chunk of the hit: twice the same where a key comes twice."""
         self._by_key: dict[ChunkKey, Entry] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._views: list[memoryview] = []
 
     @property
@@ -145,6 +152,7 @@ class Lease:
     async def __aenter__(self) -> Self:
         if self._entries is not None:
             raise PinError("a lease is entered once")
+        self._loop = asyncio.get_running_loop()
         self._entries = await self._pins.pin(self._hit.chunks)
         self._by_key = {entry.key: entry for entry in self._entries}
         return self
@@ -153,14 +161,31 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entries = self._held()
-        for view in self._views:
-            # Somebody's array may still be built on it; then it is theirs to let go of.
-            with contextlib.suppress(BufferError):
-                view.release()
-        self._views.clear()
+        self._release_views()  # somebody's array may still be built on one; then it is theirs to let go of
         self._pins.unpin(entries)
         self._entries = None
         self._hit = PrefixHit((), (), 0, self._hit.stop)
+
+    def __del__(self) -> None:
+        entries: list[Entry] | None = self.__dict__.get("_entries")
+        if not entries:
+            return
+        warnings.warn(f"a lease of {len(entries)} chunks was never ended", ResourceWarning, source=self, stacklevel=2)
+        if self._release_views() and self._loop is not None:
+            # Collected in the middle of anything, on any thread: the loop's is the one that may touch the books.
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the cache with it
+                self._loop.call_soon_threadsafe(self._pins.unpin, entries)
+
+    def _release_views(self) -> bool:
+        """True if nothing is built on any of them."""
+        n_in_use = 0
+        for view in self._views:
+            try:
+                view.release()
+            except BufferError:
+                n_in_use += 1
+        self._views.clear()
+        return not n_in_use
 
     def _held(self) -> list[Entry]:
         if self._entries is None:

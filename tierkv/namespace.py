@@ -22,7 +22,7 @@ class Namespace:
     two Unicode forms of one name. Text is taken as it is, whatever is in it; it never becomes a path. The tokenizer
     plays no part, since keys are made from token ids. A field that does not apply or is not known keeps its default.
 
-    Put no secrets in: :meth:`describe` is written next to the data.
+    Put no secrets in: :meth:`describe` and ``repr`` show every field. On disk there is only a digest of it.
 
     Raises:
         ConfigError: a field has the wrong type or range.
@@ -94,9 +94,10 @@ class Namespace:
         return hashlib.blake2b(self.to_bytes(), digest_size=32).digest()
 
     def describe(self) -> dict[str, Any]:
-        """Every field by name, for people and for a manifest beside the data; goes through ``json.dumps``.
+        """Every field by name, for people: a log line, or a file of your own. Goes through ``json.dumps``.
 
-        The digest in it decides, not the text: JSON cannot tell every pair of odd strings apart.
+        tierkv itself writes it nowhere. The digest in it decides, not the text: JSON cannot tell every pair of odd
+        strings apart.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["extra"] = dict(self.extra)

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 
@@ -118,6 +118,27 @@ async def test_two_keys_on_one_root_share_room_and_nothing_else(root: Path, key_
         assert (await read(keyed, key_of(2)))[0] == [Status.MISSING]
         assert await fetch(plain, chunk_of(1), chunk_of(2)) == [Status.OK] * 2
         assert recount(root) <= plain.usage()["capacity_nbytes"]
+
+
+LAYOUTS = get_args(get_type_hints(FSTier.__init__).get("layout", Literal["files"]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_whatever_the_layout_every_header_is_keyed(root: Path, key_file: Path, layout: str) -> None:
+    """No page on the root that looks like a chunk's header passes without the key, and all pass with it."""
+    settings: dict[str, Any] = {} if len(LAYOUTS) == 1 else {"layout": layout}
+    async with opened(root, checksum_key_file=key_file, **settings) as tier:
+        await store(tier, chunk_of(1), chunk_of(2, 100))
+    pages = [
+        memoryview(data)[at : at + PAGE]
+        for data in (path.read_bytes() for path in files_under(root))
+        for at in range(0, len(data), PAGE)
+        if data[at:].startswith(fmt.MAGIC)
+    ]
+    assert {fmt.unpack_header(page, sums=SUMS).chunk.key for page in pages} == {key_of(1), key_of(2)}
+    for page in pages:
+        with pytest.raises(fmt.BadHeaderError):
+            fmt.unpack_header(page)
 
 
 def forge(path: Path, sums: fmt.Sums, digest: bytes) -> None:

@@ -106,3 +106,16 @@ async def test_parents_of_the_root_are_made(tmp_path: Path) -> None:
     """As an operator expects of a path in a configuration."""
     async with opened(tmp_path / "a" / "b" / "root"):
         assert (tmp_path / "a" / "b" / "root").stat().st_mode & 0o777 == 0o700
+
+
+async def test_a_relative_root_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below where the tier was made, however the process moves on before it opens; its repr shows the whole path."""
+    monkeypatch.chdir(tmp_path)
+    tier = FSTier("cache/kv", capacity="1MiB", min_free=0)
+    assert str(tmp_path / "cache" / "kv") in repr(tier)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    await tier.open(context())
+    await tier.aclose()
+    assert (tmp_path / "cache" / "kv").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())

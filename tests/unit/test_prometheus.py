@@ -194,7 +194,7 @@ def test_names_are_those_of_the_adapter() -> None:
     page = (ROOT / "docs" / "reference" / "vllm-metrics.md").read_text()
     rows = re.findall(r"^\| `vllm:kv_offload_(?:tierkv|tiering)_(\w+)` \| ([^|]*) \|", page, re.MULTILINE)
     theirs = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
-    of_requests = {"promotion_allocation_failures", "chunks_hinted", "wishes_ignored"}
+    of_requests = {"promotion_allocation_failures", "chunks_hinted", "wishes_ignored", "trace_requests_dropped"}
     ours = {}
     for metric in METRICS:
         name = metric.name.removeprefix("tierkv_").removesuffix("_total")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -241,3 +242,10 @@ def test_module_needs_no_vllm() -> None:
     code = "import sys, tierkv.vllm.options; print([m for m in ('vllm', 'torch', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_relative_root_dir_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory below where the engine was started."""
+    monkeypatch.chdir(tmp_path)
+    options = parse_options({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "fs", "root_dir": "./kv/../kv"}]})
+    assert options.tiers[0].root_dir == str(tmp_path / "kv")

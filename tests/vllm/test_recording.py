@@ -14,6 +14,7 @@ from tests.vllm.scheduler_rig import BLOCK, Rig, ShelfTier
 from tierkv.cli._tune_replay import Job, replay
 from tierkv.errors import ConfigError
 from tierkv.traces import read_traces
+from tierkv.vllm import _metrics
 from tierkv.vllm.options import parse_options
 
 
@@ -97,6 +98,7 @@ def test_a_recorder_that_fails_is_no_error_of_the_engine(tmp_path: Path, caplog:
     finally:
         kit.close()
     assert kit.manager._recording.recorder.n_dropped == 2
+    assert list(kit.manager.get_stats().data["data"][_metrics.TRACE_DROPPED].values()) == [2]
     assert sum("recording requests" in record.message for record in caplog.records) == 1
 
 

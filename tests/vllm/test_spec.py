@@ -213,9 +213,34 @@ def test_where_vllm_checks_first_nothing_was_created(chunk, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "case", [("xxhash", None, True), ("xxhash_cbor", None, True), ("xxhash", "random", False), ("sha256", None, False)]
+)
+def test_keys_that_end_with_the_process_are_worth_a_warning(case, tmp_path, monkeypatch, caplog_vllm):
+    """A disk under keys from a random seed: one sentence at start that says what to set; none if a seed is set."""
+    algorithm, seed, warns = case
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "capacity": "1MiB"}
+    extra = {
+        **CPU, "secondary_tiers": [tier], "spec_name": "TierKVOffloadingSpec", "spec_module_path": "tierkv.vllm",
+    }  # fmt: skip
+    config, caches = engine_config(extra, 16, "keys"), cache_config(16, two_groups=False)
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    connector = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, caches)
+    try:
+        said = [record for record in caplog_vllm if "PYTHONHASHSEED" in record]
+        assert len(said) == warns
+        assert all(f"prefix_caching_hash_algo is {algorithm}" in sentence for sentence in said)
+        assert any(str(tmp_path / "root") in record for record in caplog_vllm), "where the chunks lie, in full"
+    finally:
+        connector.shutdown()
+
+
 @pytest.fixture
 def caplog_vllm(caplog):
-    """What tierkv's plugin logs: vLLM's loggers do not propagate."""
+    """What tierkv logs: vLLM's loggers do not propagate."""
     import logging
 
     records: list[str] = []
@@ -224,7 +249,7 @@ def caplog_vllm(caplog):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record.getMessage())
 
-    handler, target = Handler(), logging.getLogger("vllm.tierkv.plugin")
+    handler, target = Handler(), logging.getLogger("vllm.tierkv")
     level = target.level
     target.addHandler(handler)
     target.setLevel(logging.INFO)

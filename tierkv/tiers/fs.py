@@ -40,7 +40,7 @@ class FSTier:
       others wrote in its namespace. Where ``flock`` does not work only one process may use the root.
 
     Args:
-        root: directory; made if need be (mode 0700). A symbolic link is resolved once, at open.
+        root: directory; made if need be (mode 0700). A relative path is resolved here, once; a symbolic link at open.
         capacity: most bytes on the root, as an integer or text like ``"500GiB"``; None takes the level's, and if that
             has none either, half of what is free or ours already. The least of all processes on a root counts.
         min_free: bytes to leave free on the file system, whoever fills it; None is 5 % of it, at most 1 GiB.
@@ -80,7 +80,7 @@ class FSTier:
     ) -> None:
         _check(name, root=root, durability=durability, clock=clock)
         self._wishes = Wishes(
-            root=os.fspath(root),
+            root=os.path.abspath(root),
             capacity_nbytes=None if capacity is None else parse_size(f"{name}.capacity", capacity),
             min_free_nbytes=None if min_free is None else parse_size(f"{name}.min_free", min_free, low=0),
             n_workers=parse_count(f"{name}.n_read_threads", n_read_threads, 1, _MOST_THREADS)

@@ -22,6 +22,7 @@ from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm import _compat
 from tierkv.vllm._below import Below, LowerLevel
 from tierkv.vllm._books import EpochHierarchy
+from tierkv.vllm._identity import passing_keys
 from tierkv.vllm._loop import MoverLoop
 from tierkv.vllm._meeting import PageDoor, join_pool
 from tierkv.vllm._metrics import Metrics
@@ -57,9 +58,11 @@ def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
         spec.n_slots,
         spec.geometry.chunk_nbytes,
         "shared" if spec.shared else "private",
-        ", ".join(level.name for level in levels) or "nothing",
+        ", ".join(map(_described, levels, options.tiers)) or "nothing",
     )
     groups = groups_of(spec)
+    metrics, recording = Metrics(store_threshold=options.store_threshold), make_recording(spec, groups)
+    metrics.recorder = None if recording is None else recording.recorder
     return TierKVManager(
         hierarchy,
         groups,
@@ -67,8 +70,8 @@ def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
         below=Below(levels, _mover_loop(spec, len(plans))) if levels else None,
         store_reserve=spec.store_reserve,
         lookup_deadline_s=options.lookup_deadline_s,
-        metrics=Metrics(store_threshold=options.store_threshold),
-        recording=make_recording(spec, groups),
+        metrics=metrics,
+        recording=recording,
         clock=clock,
     )
 
@@ -111,6 +114,10 @@ def primary_plan(spec: Any, clock: Clock) -> LevelPlan:
         slot_nbytes=stride_nbytes,
         **(water if demotes else {}),
     )
+
+
+def _described(level: LowerLevel, options: TierOptions) -> str:
+    return f"{level.name} in {options.root_dir}" if options.root_dir else level.name
 
 
 def groups_of(spec: Any) -> list[Group]:
@@ -213,6 +220,15 @@ def charge_nbytes(tier: Tier, chunk_nbytes: int) -> int:
 def lower_level(index: int, options: TierOptions) -> LowerLevel:
     """A level that makes its tier anew for each epoch. Raises ConfigError as ``make_tier`` and ``check_secret``."""
     check_secret(index, options)
+    algorithm = passing_keys(_compat.callers_local("vllm_config", "model_config") or _compat.current_vllm_config())
+    if algorithm is not None:
+        logger.warning(
+            "prefix_caching_hash_algo is %s and PYTHONHASHSEED is not set, so vLLM's keys are others in each process: "
+            "secondary_tiers[%d] fills with chunks that no later start and no other engine finds; set PYTHONHASHSEED "
+            "to one number for all engines, or take sha256",
+            algorithm,
+            index,
+        )
     return LowerLevel(
         name=make_tier(index, options).name,
         make_tier=lambda: make_tier(index, options),

@@ -74,6 +74,13 @@ def identity_digest(vllm_config: Any) -> bytes | None:
     return fingerprint.digest()
 
 
+def passing_keys(vllm_config: Any) -> str | None:
+    """The algorithm of vLLM's keys if they end with the process, since it starts them from a random seed; else None."""
+    algorithm = getattr(getattr(vllm_config, "cache_config", None), "prefix_caching_hash_algo", None)
+    is_random = isinstance(algorithm, str) and algorithm.startswith("xxhash") and "PYTHONHASHSEED" not in os.environ
+    return algorithm if is_random else None
+
+
 def layout_digest(config: Any, layout: DeviceLayout, kv_shapes: object = None) -> bytes:
     """32 bytes that stand for the bytes of one rank in a chunk: equal only if they can take each other's place.
 

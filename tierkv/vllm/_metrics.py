@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
 
 from tierkv._hierarchy import Hierarchy
 from tierkv._level import LevelBooks
+from tierkv.recorder import TraceRecorder
 from tierkv.vllm import _compat
 
 _CPU = "vllm:kv_offload_cpu_"
@@ -43,6 +44,7 @@ REFUSED = _OURS + "chunks_refused"
 DROPPED = _OURS + "chunks_dropped"
 HINTED = _OURS + "chunks_hinted"
 WISHES_IGNORED = _OURS + "wishes_ignored"
+TRACE_DROPPED = _OURS + "trace_requests_dropped"
 LEVEL_BYTES = _OURS + "level_bytes"
 CAPACITY = _OURS + "level_capacity_bytes"
 BROKEN = _OURS + "level_broken"
@@ -82,6 +84,9 @@ def definitions(*, store_threshold: int = 0) -> dict[str, OffloadingMetricMetada
         WISHES_IGNORED: OffloadingCounterMetadata(
             documentation="Parts of requests' kv_transfer_params['tierkv'] that were not right and were ignored."
         ),
+        TRACE_DROPPED: OffloadingCounterMetadata(
+            documentation="Requests that record_trace did not write: too many waited, or the file failed."
+        ),
         LEVEL_BYTES: OffloadingGaugeMetadata(
             documentation="Bytes of a tier by state, labeled by tier and state.", labelnames=("tier", "state")
         ),
@@ -116,6 +121,7 @@ class Metrics:
         self.promotion_refused = 0
         self.hinted: Counter[str] = Counter()
         self.n_wishes_ignored = 0
+        self.recorder: TraceRecorder | None = None
         self._store_threshold = store_threshold
         self._told: Counter[tuple[str, ...]] = Counter()
 
@@ -145,6 +151,8 @@ class Metrics:
         self.allocations.clear()
         self._count(stats, PROMOTION_FAILURES, self.promotion_refused)
         self._count(stats, WISHES_IGNORED, self.n_wishes_ignored)
+        if self.recorder is not None:
+            self._count(stats, TRACE_DROPPED, self.recorder.n_dropped)
         for hint, n_chunks in self.hinted.items():
             self._count(stats, HINTED, n_chunks, (hint,))
         if self._store_threshold >= 2:

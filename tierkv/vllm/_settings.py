@@ -88,7 +88,8 @@ class Reader:
             raise bad_setting(self.name(key), value, "given: the directory that holds the chunks", "/var/lib/tierkv")
         if not isinstance(value, str) or "\0" in value:
             raise bad_setting(self.name(key), value, "a directory's path", "/var/lib/tierkv")
-        return os.path.expanduser(value)
+        # Once: a relative path means a directory below where the engine was started, whatever changes that later.
+        return os.path.abspath(os.path.expanduser(value))
 
     def file(self, key: str) -> str | None:
         value = self.raw.get(key)

@@ -113,7 +113,8 @@ class TierKVSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._below = Below([self._level], self._loop(options))
         self.hierarchy.set_open(1, is_open=False)
         self._keep_open()
-        logger.info("tierkv: %s below vLLM's primary of %d chunks", self._level.name, rows.n_rows)
+        where = f"{self._level.name} in {options.tier.root_dir}" if options.tier.root_dir else self._level.name
+        logger.info("tierkv: %s below vLLM's primary of %d chunks", where, rows.n_rows)
 
     def _plans(self, options: SecondaryOptions, charge_nbytes: int) -> list[LevelPlan]:
         rows, tier = self._rows, options.tier
