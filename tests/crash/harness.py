@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from tests.crash.lives import DEPTH, chunk_at, chunk_of_key, content_of, restless
 from tests.crash.nursery import Nursery
-from tests.fs_kit import _mount, files_under, first_batches, kill, opened, read, recount, slots
+from tests.fs_kit import _mount, capacity_for, files_under, first_batches, kill, opened, read, recount, slots
+from tierkv.protocols import TierContext
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
@@ -27,7 +28,7 @@ from tierkv.tiers._fs_format import (
     unpack_header,
 )
 from tierkv.tiers.fs import FSTier
-from tierkv.types import ChunkKey, Status
+from tierkv.types import Chunk, ChunkKey, Status
 
 CHANGING: Final = ("open", "write", "rename", "unlink", "mkdir", "sync", "mode", "size")
 """Kinds of system calls after which the disk may be another than before; a lock ends with its process."""
@@ -40,16 +41,18 @@ class Said:
     Attributes:
         kept: acknowledged by a stored event, and nobody had begun to remove it.
         opens: for each open that came to its end: system calls, chunks found.
+        context: what the tier was opened for, if a life said so.
     """
 
     kept: set[ChunkKey]
     opens: list[tuple[int, int]]
+    context: TierContext | None
 
     @classmethod
     def read(cls, *logs: Path) -> Said:
         """Raises AssertionError for a life that met wrong bytes or an exception."""
         lines = [(log, line.split()) for log in logs if log.exists() for line in log.read_text().splitlines()]
-        others = [words for _, words in lines if words[0] not in ("+", "-", "open", "ready", "done")]
+        others = [words for _, words in lines if words[0] not in ("+", "-", "open", "ready", "context", "done")]
         assert not others, " ".join(others[0]).replace("\\n", "\n")
         kept: dict[ChunkKey, Path] = {}
         # By time, since one life may adopt what another left and remove it.
@@ -64,13 +67,28 @@ class Said:
             else:
                 kept.pop(ChunkKey(bytes.fromhex(words[2])), None)
         opens = [(int(words[1]), int(words[2])) for _, words in lines if words[0] == "ready"]
-        return cls({*kept}, opens)
+        contexts = [
+            TierContext(int(words[1]), int(words[2]), bytes.fromhex(words[3]), 0)
+            for _, words in lines
+            if words[0] == "context"
+        ]
+        return cls({*kept}, opens, contexts[0] if contexts else None)
+
+
+def judge_conversation(chunk: Chunk) -> bytes:
+    assert chunk == chunk_of_key(chunk.key)
+    return content_of(chunk)
 
 
 @dataclass
 class Tally:
-    """What all rounds together have shown. Every count is of things that were found right: what is not, raises."""
+    """What all rounds together have shown. Every count is of things that were found right: what is not, raises.
 
+    Args:
+        judge: the bytes that a file must hold which says this of itself; raises AssertionError if it may not say so.
+    """
+
+    judge: Callable[[Chunk], bytes] = judge_conversation
     n_rounds: int = 0
     n_acknowledged: int = 0
     n_verified: int = 0
@@ -85,6 +103,7 @@ class Tally:
     control_s: list[float] = field(default_factory=list)
     """Beside each of ``reopen_s``: how long a root takes that is as large and always as it was."""
     how: Counter[str] = field(default_factory=Counter)
+    _contents: dict[ChunkKey, bytes] = field(default_factory=dict)
 
     def see_as_left(self, root: Path, capacity: int, said: Said, began_nbytes: int = 0) -> None:
         """At the instant of the kill: under the capacity, and whatever has a chunk's name is that chunk, whole.
@@ -99,7 +118,15 @@ class Tally:
             self.n_index += ".index" in path.name
             parsed = parse_file_name(path.name)
             if parsed is not None and not parsed.is_part:
-                _check_file(path, parsed.key)
+                self._check_file(path, parsed.key)
+
+    def _check_file(self, path: Path, key: ChunkKey) -> None:
+        data = path.read_bytes()
+        chunk = unpack_header(memoryview(data)[:HEADER_NBYTES]).chunk
+        assert chunk.key == key
+        content = self.judge(chunk)
+        assert data[HEADER_NBYTES:] == content + bytes(-len(content) % PAGE_NBYTES), f"{path}: wrong bytes"
+        self._contents[key] = content
 
     async def reopen(
         self, root: Path, capacity: int, kept: set[ChunkKey], *, clean: bool = True, n_owners: int = 1,
@@ -121,9 +148,9 @@ class Tally:
             keys = [*ours, *others]
             statuses, views = await read(tier, *keys) if keys else ([], [])
             for key, status, view in zip(keys, statuses, views, strict=True):
-                chunk = chunk_of_key(key)
+                content = self._contents[key]
                 assert status is Status.OK, (key, status)
-                assert view == content_of(chunk) + bytes(len(view) - chunk.nbytes), f"{key!r}: wrong bytes"
+                assert view == content + bytes(len(view) - len(content)), f"{key!r}: wrong bytes"
             counters, counts = tier.counters(), litter(root)
             assert counters["corrupt"] == counters["failed_scans"] == 0, counters
             assert not (fits and counters["trimmed"]), counters
@@ -181,12 +208,6 @@ def report(what: str, tally: Tally) -> None:
     if name:
         with open(name, "a", encoding="utf-8") as file:
             file.write(f"{what}: {tally}\n")
-
-
-def _check_file(path: Path, key: ChunkKey) -> None:
-    data, wanted = path.read_bytes(), chunk_of_key(key)
-    assert unpack_header(memoryview(data)[:HEADER_NBYTES]).chunk == wanted
-    assert data[HEADER_NBYTES:] == content_of(wanted) + bytes(-wanted.nbytes % PAGE_NBYTES), f"{path}: wrong bytes"
 
 
 def litter(root: Path) -> dict[str, int]:
@@ -287,6 +308,7 @@ class Storm:
     Args:
         seed: of everything but the instants.
         n_parts: lives at a time; all of a round are killed, one after another.
+        life: what a process does until then.
     """
 
     nursery: Nursery
@@ -294,12 +316,14 @@ class Storm:
     capacity: int
     seed: int
     n_parts: int = 1
+    life: Callable[..., Any] = restless
     settings: dict[str, Any] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
         self._longest_s = 0.3
+        self._context: TierContext | None = None
 
     async def round(self) -> None:
         rng, root = self._rng, self.folder / "a-root"
@@ -311,7 +335,7 @@ class Storm:
         with counted(self.nursery, root) as where:
             lives = [
                 self.nursery.run(
-                    restless, log, seed=rng.randrange(1 << 30), part=part, n_parts=self.n_parts,
+                    self.life, log, seed=rng.randrange(1 << 30), part=part, n_parts=self.n_parts,
                     capacity=self.capacity, **where, **self.settings,
                 )
                 for part, log in enumerate(logs)
@@ -326,19 +350,21 @@ class Storm:
                 self.nursery.kill(life)
         said = Said.read(*logs)
         self.tally.see_as_left(root, self.capacity, said)
+        self._context = said.context or self._context
         await self.tally.reopen(
-            root, self.capacity, said.kept, clean=rng.random() < 0.5, n_owners=self.n_parts, **self.settings
-        )
+            root, self.capacity, said.kept, clean=rng.random() < 0.5, n_owners=self.n_parts, ctx=self._context,
+            **self.settings,
+        )  # fmt: skip
         await self._control()
 
     async def _control(self) -> None:
-        root = self.folder / "control"
+        root, capacity = self.folder / "control", capacity_for(20)
         if not root.exists():
-            async with opened(root, capacity=self.capacity, **self.settings) as tier:
+            async with opened(root, capacity=capacity, **self.settings) as tier:
                 for conversation in range(4):
                     await store_in(tier, conversation)
         began_s = time.perf_counter()
-        async with opened(root, capacity=self.capacity, **self.settings) as tier:
+        async with opened(root, capacity=capacity, **self.settings) as tier:
             await first_batches(tier)
             self.tally.control_s.append(time.perf_counter() - began_s)
             kill(tier)

@@ -1,9 +1,10 @@
 """Processes to be killed, by the hundred: one parent imports everything once, and forks a child for each life.
 
-``python -m tests.crash.nursery MODULE ...`` is that parent. It imports the modules, then does what each line on its
-standard input says: ``{"run": "MODULE:FUNCTION", "log": PATH, ...}`` forks a child that runs the coroutine function
-with what else the line has, and answers its pid; ``{"wait": PID}`` answers how it ended. What a child says, by the
-:class:`Diary` that it is handed, stands in its log in one write a line: what is read there was said before the kill.
+``python -m tests.crash.nursery MODULE[:FUNCTION] ...`` is that parent. It imports the modules, calls the functions,
+then does what each line on its standard input says: ``{"run": "MODULE:FUNCTION", "log": PATH, ...}`` forks a child that
+runs the coroutine function with what else the line has, and answers its pid; ``{"wait": PID}`` answers how it ended.
+What a child says, by the :class:`Diary` that it is handed, stands in its log in one write a line: what is read there
+was said before the kill.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Nursery:
 
     Args:
         folder: for the table of rules.
-        modules: where the children's functions are.
+        modules: where the children's functions are; ``MODULE:FUNCTION`` calls one that does more of the importing.
     """
 
     def __init__(self, folder: Path, *modules: str, **environment: str) -> None:
@@ -105,8 +106,11 @@ def _live(target: str, log: str, settings: dict[str, Any]) -> None:
 
 
 def main(modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
+    for name in modules:
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
@@ -119,6 +123,7 @@ def main(modules: Sequence[str]) -> None:
             _live(order.pop("run"), order.pop("log"), order)
             os._exit(0)  # nothing of the parent's is to be cleaned up twice
         print(pid, flush=True)
+    os._exit(0)  # taking a large library apart again takes seconds
 
 
 if __name__ == "__main__":

@@ -130,6 +130,22 @@ async def test_a_newcomers_lock_file_costs_nothing_on_a_full_root(root: Path) ->
             assert page_of(root, new).capacity_nbytes == total
 
 
+async def test_newcomers_that_died_at_once_cost_no_chunk(root: Path) -> None:
+    """Of a full root: their lock files, which have nothing behind them, end at the next start, and nothing is trimmed.
+
+    Found by the storm of kills: each of them took room for an index from the chunks that were there.
+    """
+    async with opened(root, n_chunks=10) as tier:
+        await store(tier, *(chunk_of(i) for i in range(10)))
+        kill(tier)
+    for owner in ("0123456789abcdef", "fedcba9876543210"):
+        (root / f"owner-{owner}.lock").touch(mode=0o600)
+    async with opened(root, n_chunks=10) as tier:
+        assert await fetch(tier, *(chunk_of(i) for i in range(10))) == [OK] * 10
+        assert tier.counters()["trimmed"] == 0
+        assert len([path for path in root.iterdir() if path.name.startswith("owner-")]) == 1
+
+
 async def test_the_least_capacity_counts(root: Path) -> None:
     """A newcomer with less lowers everybody's; when it leaves, the others get theirs back."""
     async with opened(root, capacity=capacity_for(20)) as big:

@@ -218,7 +218,9 @@ class Scanner:
         """
         # Each gets room for an index as large as ours may be: whoever takes the id will set as much aside.
         other_nbytes = {o: PAGE_NBYTES + max(index_nbytes(self._root_fd, o), self._index_room_nbytes) for o in trusted}
-        excess = self._books.counted_nbytes + sum(other_nbytes.values())
+        # But no room for one that has no files, such as a newcomer that died before it had any: it ends below.
+        kept_nbytes = sum(other_nbytes.get(o, 0) for o in {i.owner for i in listed} | {i.owner for i in leavers})
+        excess = self._books.counted_nbytes + kept_nbytes
         excess += _total_nbytes(listed, leavers) - self._seat.room_nbytes()
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
