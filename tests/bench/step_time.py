@@ -7,16 +7,19 @@ what the second run does. The directory should lie on a disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.kv_offload.base import LookupResult
 
+from tests.bench.pairs import Row, alternate
 from tests.vllm.manager_kit import STEP, Kit, keys_of
 from tierkv.vllm._control import Direction
 
@@ -74,23 +77,61 @@ def run(tiers: list[dict[str, Any]], n_steps: int, ready: Path | None = None) ->
         kit.close()
 
 
+def p99_ms(spent: list[float]) -> float:
+    return spent[int(len(spent) * 0.99)] * 1e3
+
+
+def rows(folder: Path, n_pairs: int, n_steps: int = 400) -> Iterator[Row]:
+    """The 99th percentile beside our own saturated fs tier, and beside the same load in another process, by turns."""
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        tier = fs_tier(made)
+
+        def own() -> float:
+            return p99_ms(run([tier], n_steps))
+
+        def other() -> float:
+            with neighbour(made):
+                return p99_ms(run([], n_steps))
+
+        ours, theirs = alternate(own, other, n_pairs)
+    what = "step p99, beside our own saturated fs tier"
+    # Ours may be twice as long, so as "times as good" half.
+    yield Row("steps", what, "ms", ours, theirs, "beside another process", higher_is_better=False, must=0.5)
+
+
+def fs_tier(folder: str) -> dict[str, Any]:
+    return {"type": "fs", "root_dir": f"{folder}/root", "capacity": "1GiB"}
+
+
+@contextlib.contextmanager
+def neighbour(folder: str) -> Iterator[None]:
+    """Another process that does to the disk what our own fs tier would."""
+    ready = Path(folder) / "ready"
+    ready.unlink(missing_ok=True)
+    environment = os.environ | {"TIERKV_BENCH_NEIGHBOUR": str(ready)}
+    command = [sys.executable, "-m", "tests.bench.step_time", folder]
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            while not ready.exists():
+                if process.poll() is not None:
+                    raise RuntimeError("the neighbour ended")
+                time.sleep(0.1)
+            yield
+        finally:
+            process.kill()
+
+
 def main() -> None:
     where = Path(sys.argv[1])
     n_steps = int(sys.argv[2]) if len(sys.argv) > 2 else 1500
-    with tempfile.TemporaryDirectory(dir=where) as folder:
-        tier = {"type": "fs", "root_dir": f"{folder}/root", "capacity": "1GiB"}
+    with tempfile.TemporaryDirectory(dir=where, ignore_cleanup_errors=True) as folder:
         if os.environ.get("TIERKV_BENCH_NEIGHBOUR"):
-            run([tier], 10**9, Path(os.environ["TIERKV_BENCH_NEIGHBOUR"]))
+            run([fs_tier(folder)], 10**9, Path(os.environ["TIERKV_BENCH_NEIGHBOUR"]))
         print(f"{N_LOOKED_UP} lookups and {N_STORED} chunks of {CHUNK_NBYTES >> 10} KiB stored a step, {n_steps} steps")
         report("host memory alone", run([], n_steps))
-        report("beside its own fs tier", run([tier], n_steps))
-        ready = Path(folder) / "ready"
-        environment = os.environ | {"TIERKV_BENCH_NEIGHBOUR": str(ready)}
-        with subprocess.Popen([sys.executable, "-m", __spec__.name, folder], env=environment) as neighbour:
-            while not ready.exists():
-                time.sleep(0.1)
+        report("beside its own fs tier", run([fs_tier(folder)], n_steps))
+        with neighbour(folder):
             report("beside another process", run([], n_steps))
-            neighbour.kill()
 
 
 def report(what: str, spent: list[float]) -> None:
