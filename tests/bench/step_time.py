@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -85,15 +86,20 @@ def rows(folder: Path, n_pairs: int, n_steps: int = 400) -> Iterator[Row]:
     """The 99th percentile beside our own saturated fs tier, and beside the same load in another process, by turns."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         tier = fs_tier(made)
+        with neighbour(made) as process:
+            process.send_signal(signal.SIGSTOP)
 
-        def own() -> float:
-            return p99_ms(run([tier], n_steps))
+            def own() -> float:
+                return p99_ms(run([tier], n_steps))
 
-        def other() -> float:
-            with neighbour(made):
-                return p99_ms(run([], n_steps))
+            def other() -> float:
+                process.send_signal(signal.SIGCONT)
+                try:
+                    return p99_ms(run([], n_steps))
+                finally:
+                    process.send_signal(signal.SIGSTOP)
 
-        ours, theirs = alternate(own, other, n_pairs)
+            ours, theirs = alternate(own, other, n_pairs)
     what = "step p99, beside our own saturated fs tier"
     # Ours may be twice as long, so as "times as good" half.
     yield Row("steps", what, "ms", ours, theirs, "beside another process", higher_is_better=False, must=0.5)
@@ -104,7 +110,7 @@ def fs_tier(folder: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def neighbour(folder: str) -> Iterator[None]:
+def neighbour(folder: str) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that does to the disk what our own fs tier would."""
     ready = Path(folder) / "ready"
     ready.unlink(missing_ok=True)
@@ -116,7 +122,7 @@ def neighbour(folder: str) -> Iterator[None]:
                 if process.poll() is not None:
                     raise RuntimeError("the neighbour ended")
                 time.sleep(0.1)
-            yield
+            yield process
         finally:
             process.kill()
 
