@@ -69,12 +69,12 @@ def _index(options: argparse.Namespace) -> Iterator[Row]:
 
 SHM = Path("/dev/shm")
 PARTS = {
-    "device": Part(150, _device),
-    "scheduler": Part(330, _scheduler),
-    "steps": Part(120, _steps),
-    "disk": Part(330, _disk),
-    "engine": Part(390, _engine),
-    "index": Part(180, _index),
+    "device": Part(90, _device),
+    "scheduler": Part(270, _scheduler),
+    "steps": Part(90, _steps),
+    "disk": Part(270, _disk),
+    "engine": Part(520, _engine),
+    "index": Part(260, _index),
 }
 
 
