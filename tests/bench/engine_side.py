@@ -1,6 +1,7 @@
-"""One vLLM engine in a process of its own that answers prompts one by one: ``python -m tests.bench.engine_side``.
+"""One vLLM engine in processes of its own that answers prompts one by one: ``python -m tests.bench.engine_side``.
 
-Reads a JSON line of engine arguments, then a JSON line for each prompt, and writes a JSON line for each answer.
+Its core is a process, as under a server: in one with its asker it would spin while a chunk is on its way. Reads a JSON
+line of engine arguments, then a JSON line for each prompt, and writes a JSON line for each answer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class EngineSide:
     def __init__(self, arguments: dict[str, Any], log: Path) -> None:
         self._log = log.open("wb")
         environment = os.environ | engine_environment()
-        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(cpus())}
+        environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": str(cpus())}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.bench.engine_side"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, text=True,

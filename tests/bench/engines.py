@@ -1,6 +1,6 @@
 """Real vLLM on CPU, prompt by prompt by turns: what a hit saves, what a miss costs, and vLLM's own manager beside.
 
-``python -m tests.bench.engines DIRECTORY`` prints the table. Four engines live at once, each in a process of its own,
+``python -m tests.bench.engines DIRECTORY`` prints the table. Four engines live at once, each in processes of its own,
 and one at a time works: without offloading; tierkv with host memory only; tierkv with little host memory and a disk;
 and vLLM's own tiered manager with its fs tier, over the same copies and sizes. A pair is one prompt on two engines.
 
@@ -31,12 +31,12 @@ BLOCK = 32
 OFF, HOST, DISK, PEER = "off", "host", "host+disk", "vLLM"
 
 
-LARGE = ModelSpec(n_layers=8, hidden=1024, n_heads=16, n_kv_heads=4, head=64, context=4096, std=0.02)
+LARGE = ModelSpec(n_layers=6, hidden=1024, n_heads=16, n_kv_heads=4, head=64, context=4096, std=0.02)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes. The default is a model of 285 MB whose prompts of 2,048 tokens are 32 MiB of KV each."""
+    """Sizes. The default is a model of 215 MB whose prompts of 2,048 tokens are 24 MiB of KV each."""
 
     model: ModelSpec = LARGE
     n_first: int = 2048

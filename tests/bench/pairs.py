@@ -79,7 +79,7 @@ def table(rows: Sequence[Row]) -> str:
         peer = f"{statistics.median(row.peer):.4g}"
         lines.append(
             f"{row.bench:9} {row.what:58} {ours:>9} {peer:>9} {row.unit:14} x {row.ratio:5.2f} "
-            f"({low:.2f}-{high:.2f}) {must}"
+            f"({low:.2f}-{high:.2f}) vs {row.peer_name:20} {must}"
         )
     return "\n".join(lines)
 

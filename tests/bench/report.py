@@ -25,7 +25,7 @@ TITLES = {
     "engine": "End to end, vLLM on CPU",
     "index": "The index",
 }
-BAR, LEFT, WIDTH, TOP = 18, 430, 860, 34
+BAR, LEFT, WIDTH, TOP = 18, 520, 960, 34
 LEAST, MOST = 0.25, 16.0
 
 
@@ -95,7 +95,7 @@ def _bar(row: Row, y: int) -> list[str]:
     assert row.ratio is not None and row.must is not None
     low, high = spread(row.ratios)
     middle, one, end, must = y + BAR / 2, _x(1), _x(row.ratio), _x(row.must)
-    name = html.escape(row.what if len(row.what) < 72 else row.what[:70] + "…")
+    name = html.escape(f"{row.bench}: {row.what}, by {row.peer_name}")
     colour = "#3a7d44" if row.reached else "#b5452c"
     return [
         f'<text x="{LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end" fill="#222">{name}</text>',
