@@ -68,6 +68,7 @@ def _index(options: argparse.Namespace) -> Iterator[Row]:
 
 
 SHM = Path("/dev/shm")
+POOLS = "vllm_offload_*.mmap"
 PARTS = {
     "device": Part(90, _device),
     "scheduler": Part(270, _scheduler),
@@ -111,6 +112,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     before, began = load(), time.monotonic()
     print(f"\n{name} (load {before}, at most {PARTS[name].most_s:.0f} s)", flush=True)
     rows: list[dict[str, Any]] = []
+    pools = set(SHM.glob(POOLS))
     log = options.out.with_suffix(f".{name}.log")
     with log.open("wb") as errors, contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "tests.bench.run", *sys.argv[1:], "--inside", name]
@@ -128,6 +130,7 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 print(table([Row(**rows[-1])]), flush=True)
         code = process.wait()
         watch.cancel()
+        _sweep(pools)
         process.stdout.close()
     took_s = round(time.monotonic() - began, 1)
     ended = "whole" if code == 0 else f"ended early ({'out of time' if code == -signal.SIGKILL else f'exit {code}'})"
@@ -136,6 +139,21 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     else:
         print(f"{name} {ended}: see {log}", flush=True)
     return {"load_before": before, "load_after": load(), "took_s": took_s, "ended": ended, "rows": rows}
+
+
+def _sweep(before: set[Path]) -> None:
+    """Pools of vLLM outlive a kill: those that have come since and that nobody has mapped go."""
+    for pool in set(SHM.glob(POOLS)) - before:
+        mapped = any(pool.name in _read(maps) for maps in Path("/proc").glob("[0-9]*/maps"))
+        if not mapped:
+            pool.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # it has ended, or is another user's
+        return ""
 
 
 def _end(process: subprocess.Popen[str]) -> None:
