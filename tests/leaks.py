@@ -110,7 +110,7 @@ def _shm() -> frozenset[str]:
 
 
 def _used_by_others(name: str) -> bool:
-    """True if a process that is neither us nor a child of ours maps it: somebody else's work on this machine."""
+    """True if a process that is neither us nor a child of ours maps it, or has it or a file in it open."""
     ours = {os.getpid(), *_children()}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if int(pid) in ours:
@@ -118,6 +118,9 @@ def _used_by_others(name: str) -> bool:
         try:
             if f"{SHM}/{name}" in Path(f"/proc/{pid}/maps").read_text():
                 return True
-        except OSError:
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{fd}").startswith(f"{SHM}/{name}"):
+                    return True
+        except OSError:  # it has ended, or is not ours to look at
             continue
     return False

@@ -33,14 +33,14 @@ def examples():
     run = ["-x", "-q", "-p", "no:cacheprovider", "tests/unit/test_hierarchy.py"]
     assert not subprocess.run([sys.executable, "-m", "pytest", *run], capture_output=True).returncode
 
-hunts = [("two levels, cascade", lambda: test_two_levels(Writes.CASCADE)),
+hunts = [("an example", examples),
+    ("two levels, cascade", lambda: test_two_levels(Writes.CASCADE)),
     ("two levels, demote", lambda: test_two_levels(Writes.DEMOTE)),
     ("three levels, mixed", lambda: test_three_levels(None)),
     ("three levels, demote", lambda: test_three_levels(Writes.DEMOTE)),
     ("ledger, slots", lambda: test_ledger_agrees_with_its_model("lru", True)),
     ("ledger, bytes", lambda: test_ledger_agrees_with_its_model("in_order", False)),
-    ("ledger, seats", lambda: test_ledger_agrees_with_its_model("lru_seats", True)),
-    ("an example", examples)]
+    ("ledger, seats", lambda: test_ledger_agrees_with_its_model("lru_seats", True))]
 for name, hunt in hunts:
     try:
         hunt()

@@ -473,6 +473,36 @@ def test_a_scan_finds_what_waits_to_be_written() -> None:
     assert (counts.offered, counts.present, counts.stored) == (2, 1, 1)
 
 
+def test_a_scan_finds_what_waits_after_a_reset() -> None:
+    """What a reset has yet to find is deleted as it comes; a write of that key that waits is refused, and counted."""
+    writable = False
+    h = over(4, disk(writable=lambda: writable, scans=True))
+    h.reset()
+    k = chain("k", 2)
+    store(h, k)
+    h.absorb(1, [Found(k[0].key, SLOT)])
+    assert h.levels[1].counts.refused == {Reason.BUSY.value: 1}
+    writable = True
+    h.refresh()
+    done = {(transfer.kind, transfer.chunk.key) for transfer in run(h)}
+    assert done == {(TransferKind.DELETE, k[0].key), (TransferKind.CASCADE, k[1].key)}
+    assert h.at_rest
+
+
+def test_what_is_learned_of_a_chunk_changes_no_queue() -> None:
+    """A demotion waits; meanwhile its chunk, which a scan had found by name, is used and its length becomes known."""
+    h = over(4, disk(1, high_water=0.0, low_water=0.0), disk(writes=Writes.DEMOTE, writable=lambda: False))
+    [k] = chain("k", 1, nbytes=SLOT - 40)
+    h.absorb(1, [Found(k.key, SLOT)])
+    store(h, chain("other", 1))
+    lowest = h.levels[2]
+    assert list(lowest.waiting) == [k.key] and lowest.queued_nbytes == SLOT
+    h.levels[1].ledger.access([(lowest.waiting[k.key].source, k)])
+    h.delete(names([k]))
+    assert lowest.queued_nbytes == 0
+    run(h)
+
+
 def test_a_share_that_shrinks_is_followed() -> None:
     """Another owner comes: the level trims to its new share, and writes nothing before it is under it."""
     share = 10 * SLOT
