@@ -6,12 +6,15 @@ import asyncio
 import mmap
 import os
 import stat
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tierkv.protocols import TierContext
+from tierkv.tiers._fs_catalogue import SLAB, Catalogue, catalogue_nbytes, parse_slab_name, slab_name
 from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey, Found, Outcome, Status
@@ -23,6 +26,41 @@ CHARGE = charge_nbytes(LONGEST)
 NAMESPACE = b"a namespace"
 OVERHEAD = 3 * PAGE
 """Lock file and index room of a tier with few chunks."""
+
+
+LAYOUTS = ("files", "slab")
+
+
+@pytest.fixture(params=LAYOUTS, autouse=True)
+def layout(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every tier of a test module that imports this writes in one layout, then in the other."""
+    with using(request.param):
+        yield request.param
+
+
+only_files = pytest.mark.parametrize("layout", ["files"], indirect=True)
+"""For what is about one file a chunk."""
+
+
+@contextmanager
+def using(layout: str) -> Iterator[None]:
+    """Tiers that are not told otherwise write in this layout."""
+    defaults = FSTier.__init__.__kwdefaults__
+    before = defaults["layout"]
+    defaults["layout"] = layout
+    try:
+        yield
+    finally:
+        defaults["layout"] = before
+
+
+def is_slab() -> bool:
+    return bool(FSTier.__init__.__kwdefaults__["layout"] == "slab")
+
+
+def charge_of(nbytes: int) -> int:
+    """What a chunk occupies in a tier opened with ``context()``: a slab has slots of one length."""
+    return CHARGE if is_slab() else charge_nbytes(nbytes)
 
 
 def key_of(i: int) -> ChunkKey:
@@ -54,7 +92,14 @@ def context(
 
 def capacity_for(n_chunks: int) -> int:
     """A capacity that holds exactly so many of the longest chunks (few enough for a one-page index)."""
-    return OVERHEAD + n_chunks * CHARGE
+    nbytes = OVERHEAD + n_chunks * CHARGE
+    if not is_slab():
+        return nbytes
+    while True:
+        spare = nbytes - OVERHEAD - catalogue_nbytes(nbytes // CHARGE) - n_chunks * CHARGE
+        if spare >= 0:
+            return nbytes
+        nbytes -= spare
 
 
 async def scanned(tier: FSTier) -> FSTier:
@@ -126,13 +171,99 @@ def kill(tier: FSTier) -> None:
         lane.wait_idle()
         lane.close()
     mount._seat.abandon()
+    mount._slabs.close()
     os.close(mount._namespace_fd)
     os.close(mount._root_fd)
     tier._mount = None
     tier._closing = tier._opening  # type: ignore[assignment]  # a done future: closing has nothing left to do
 
 
-def path_of(root: Path | str, key: ChunkKey, tier: FSTier, namespace: bytes = NAMESPACE) -> Path:
+class SlotPath:
+    """A chunk in a slab, as far as a path can do with it: its bytes lie in its slot, its name is its row."""
+
+    def __init__(self, slab: Path, slot: int, slot_nbytes: int) -> None:
+        self.slab = slab
+        self.slot = slot
+        self._at, self._nbytes = slot * slot_nbytes, slot_nbytes
+
+    def exists(self) -> bool:
+        catalogue = self.slab.with_suffix(".slots")
+        with catalogue.open("rb") as file:
+            rows = Catalogue(file.fileno(), self._nbytes, bytes.fromhex(catalogue.parent.name)).rows()
+            return any(row.slot == self.slot for piece in rows for row in piece)
+
+    def read_bytes(self) -> bytes:
+        with self.slab.open("rb") as file:
+            return os.pread(file.fileno(), self._nbytes, self._at)
+
+    def write_bytes(self, data: bytes) -> None:
+        with self.slab.open("rb+") as file:
+            os.pwrite(file.fileno(), data[: self._nbytes], self._at)
+
+
+def slot_of(root: Path, key: ChunkKey) -> SlotPath | None:
+    """Where a key lies in slabs, by their catalogues; None if nowhere."""
+    for path in root.rglob("*.slots"):
+        with path.open("rb") as file:
+            name = parse_slab_name(path.name)
+            assert name is not None
+            row = Catalogue(file.fileno(), name.slot_nbytes, bytes.fromhex(path.parent.name)).find(key)
+            if row is not None:
+                return SlotPath(path.with_suffix(".slab"), row.slot, name.slot_nbytes)
+    return None
+
+
+def set_time(root: Path | str, key: ChunkKey, tier: FSTier, when_s: float, namespace: bytes = NAMESPACE) -> None:
+    """When the chunk was last used, as its file or its row says."""
+    if not is_slab():
+        os.utime(path_of(root, key, tier, namespace), (when_s, when_s))
+        return
+    held = _mount(tier).books.get(key)
+    slab = _mount(tier)._slabs.at(_mount(tier)._seat.ids[held.slot], held)
+    slab.catalogue.put_at(slab._places[held.at], key, held.at, when_s)
+
+
+def unfinished_of(root: Path, key: ChunkKey, tier: FSTier) -> Path:
+    """Where the tier's process would leave something unfinished for this key."""
+    path = path_of(root, key, tier)
+    return path.slab.with_name(path.slab.name + ".part") if is_slab() else path.with_name(path.name + ".part")
+
+
+def n_on_disk(root: Path) -> int:
+    """Chunks as the disk says: files, or rows of catalogues."""
+    names = [path.name for path in files_under(root) if not path.name.startswith(("owner", "tierkv"))]
+    if not is_slab():
+        return len(names)
+    n_rows = 0
+    for path in root.rglob("*.slots"):
+        with path.open("rb") as file:
+            slab = parse_slab_name(path.name)
+            catalogue = Catalogue(file.fileno(), slab.slot_nbytes, bytes.fromhex(path.parent.name))  # type: ignore[union-attr]
+            n_rows += sum(map(len, catalogue.rows()))
+    return n_rows
+
+
+def chunk_bytes(root: Path, tier: FSTier) -> int:
+    """What chunks occupy, as the disk says: chunk files, or the blocks of slabs less their idle slots."""
+    if not is_slab():
+        in_root = sum(_size(str(path)) for path in root.iterdir() if path.is_file())
+        return recount(root) - in_root
+    slabs = sum(_size(str(path)) for path in root.rglob("*.slab"))
+    return slabs - int(_mount(tier).books.idle_nbytes)
+
+
+def chunks_and_fixed(tier: FSTier) -> int:
+    """What is used, without the slots of a slab that have no chunk."""
+    return int(tier.usage()["used_nbytes"] - _mount(tier).books.idle_nbytes)
+
+
+def path_of(root: Path | str, key: ChunkKey, tier: FSTier, namespace: bytes = NAMESPACE) -> Any:
+    """Of the chunk's file; in a slab what comes closest."""
+    if is_slab():
+        held = _mount(tier).books.get(key)
+        owner = _mount(tier)._seat.ids[held.slot]
+        folder = Path(root, namespace_digest(namespace).hex())
+        return SlotPath(folder / slab_name(owner, held.nbytes, SLAB), held.at, held.nbytes)
     return Path(root, namespace_digest(namespace).hex(), leaf_of(key), file_name(key, _mount(tier)._seat.id))
 
 
@@ -157,7 +288,11 @@ def _size(path: str) -> int:
         found = os.lstat(path)
     except FileNotFoundError:
         return 0
-    return -(-found.st_size // PAGE) * PAGE if stat.S_ISREG(found.st_mode) else 0
+    nbytes = found.st_size
+    if path.endswith(".slab"):
+        # Holes occupy nothing, and what the file system needs to remember them is less than a slot.
+        nbytes = min(nbytes, found.st_blocks * 512) // CHARGE * CHARGE
+    return -(-nbytes // PAGE) * PAGE if stat.S_ISREG(found.st_mode) else 0
 
 
 def _mount(tier: FSTier) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tierkv.tiers._fs_catalogue import SLAB, slab_name
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     checksum,
@@ -101,3 +102,57 @@ class FSDoor:
         own = folder / file_name(key, self._owner)
         others = sorted(folder.glob(f"{key.hex()}.{'[0-9a-f]' * 16}"))
         return own if own.exists() or not others else others[0]
+
+
+class SlabDoor:
+    """The slots of an FSTier, by what its books say of a key."""
+
+    def __init__(self, tier: Any) -> None:
+        self._mount = tier._mount
+        self._folder = Path(os.readlink(f"/proc/self/fd/{self._mount._namespace_fd}"))
+
+    def get(self, key: ChunkKey) -> bytes | None:
+        """The payload, by the header's own word about its length; nothing is verified."""
+        berth = self._berth(key)
+        if berth is None:
+            return None
+        record = self._record(berth)
+        header = unpack_header(memoryview(record)[:HEADER_NBYTES])
+        assert header.chunk.key == key
+        payload_nbytes = header.chunk.nbytes
+        padding = record[HEADER_NBYTES + payload_nbytes : HEADER_NBYTES + padded_nbytes(payload_nbytes)]
+        assert not any(padding), "bytes behind the payload are zero on disk, too"
+        return record[HEADER_NBYTES:][:payload_nbytes]
+
+    def set(self, chunk: Chunk, data: bytes) -> None:
+        page = bytearray(HEADER_NBYTES)
+        berth = self._berth(chunk.key)
+        digest = bytes.fromhex(self._folder.name)
+        pack_header(memoryview(page), chunk, digest, berth.slab.owner, checksum(memoryview(data)))
+        self._write(berth, bytes(page) + data)
+
+    def corrupt(self, key: ChunkKey, change: Callable[[bytes], bytes]) -> None:
+        berth = self._berth(key)
+        self._write(berth, change(self._record(berth)).ljust(berth.slab.slot_nbytes, b"\0"))
+
+    def remove(self, key: ChunkKey) -> None:
+        self._berth(key).slab.catalogue.clear(self._berth(key).row.place)
+
+    def _berth(self, key: ChunkKey) -> Any:
+        held = self._mount.books.get(key)
+        for owner in self._mount._seat.held_ids() if held is None else [self._mount._seat.ids[held.slot]]:
+            berth = self._mount._slabs.find(key, owner, held)
+            if berth is not None:
+                return berth
+        return None
+
+    def _record(self, berth: Any) -> bytes:
+        with self._path(berth).open("rb") as file:
+            return os.pread(file.fileno(), berth.slab.slot_nbytes, berth.row.slot * berth.slab.slot_nbytes)
+
+    def _write(self, berth: Any, data: bytes) -> None:
+        with self._path(berth).open("rb+") as file:
+            os.pwrite(file.fileno(), data[: berth.slab.slot_nbytes], berth.row.slot * berth.slab.slot_nbytes)
+
+    def _path(self, berth: Any) -> Path:
+        return self._folder / slab_name(berth.slab.owner, berth.slab.slot_nbytes, SLAB)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.conformance.doors import CPUDoor, FSDoor, MemoryDoor
+from tests.conformance.doors import CPUDoor, FSDoor, MemoryDoor, SlabDoor
 from tierkv import CPUTier, MemoryTier
 from tierkv.protocols import Bounded, Charging, HostTier, ScanTier
 from tierkv.testing import Does, Fault, FaultTier, Report, check_tier
@@ -46,10 +46,12 @@ def test_cpu_tier_conforms() -> None:
     assert skipped(report) == PERSISTENT | UNVERIFIED | {"a bound is kept"}
 
 
+@pytest.mark.parametrize("layout", ["files", "slab"])
 @pytest.mark.parametrize("durability", ["process", "power"])
-def test_fs_tier_conforms(durability: str) -> None:
-    """All of it but slots, in both durabilities."""
-    report = check_tier(lambda directory: fs(directory, durability=durability), raw=FSDoor, settings=FEW)
+def test_fs_tier_conforms(durability: str, layout: str) -> None:
+    """All of it but slots, in both durabilities and layouts."""
+    raw = SlabDoor if layout == "slab" else FSDoor
+    report = check_tier(lambda directory: fs(directory, durability=durability, layout=layout), raw=raw, settings=FEW)
     assert skipped(report) == {"slots are memory"}
 
 

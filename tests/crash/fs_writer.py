@@ -1,8 +1,8 @@
 """A process that stores as fast as it can and says what was acknowledged; the tests kill it.
 
-Run as ``python -m tests.crash.fs_writer ROOT CAPACITY_CHUNKS FIRST STEP``. It keeps its chunks under its share as a
-ledger would, oldest first. Lines on standard output: ``+ i`` after chunk i was acknowledged, ``- i`` *before* it is
-deleted, ``ready`` once it writes, ``probe i STATUS`` for a chunk of the other process's.
+Run as ``python -m tests.crash.fs_writer ROOT CAPACITY_CHUNKS FIRST STEP LAYOUT``. It keeps its chunks under its share
+as a ledger would, oldest first. Lines on standard output: ``+ i`` after chunk i was acknowledged, ``- i`` *before* it
+is deleted, ``ready`` once it writes, ``probe i STATUS`` for a chunk of the other process's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from tests.fs_kit import CHARGE, capacity_for, chunk_of, context, first_batches, key_of, payload_of, scanned, slots
+from tests.fs_kit import (
+    CHARGE,
+    capacity_for,
+    chunk_of,
+    context,
+    first_batches,
+    key_of,
+    payload_of,
+    scanned,
+    slots,
+    using,
+)
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
 
@@ -66,4 +77,5 @@ async def main(root: Path, n_chunks: int, first: int, step: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:5])))
+    with using(sys.argv[5]):
+        asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:5])))

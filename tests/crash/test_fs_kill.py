@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.harness import litter
-from tests.fs_kit import capacity_for, chunk_of, fetch, opened, recount
+from tests.fs_kit import capacity_for, chunk_of, fetch, is_slab, layout, opened, recount  # noqa: F401
 from tierkv.types import Status
 
 pytestmark = pytest.mark.crash
@@ -25,7 +25,8 @@ class Writer:
 
     def __init__(self, root: Path, n_chunks: int, first: int = 0, step: int = 1) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.fs_writer", str(root), str(n_chunks), str(first), str(step)],
+            [sys.executable, "-m", "tests.crash.fs_writer", str(root), str(n_chunks), str(first), str(step),
+             "slab" if is_slab() else "files"],
             cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.ready = threading.Event()

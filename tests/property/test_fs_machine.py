@@ -8,13 +8,14 @@ import shutil
 import tempfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.fs_kit import (
+    CHARGE,
     LONGEST,
     NAMESPACE,
     PAGE,
@@ -26,7 +27,9 @@ from tests.fs_kit import (
     payload_of,
     recount,
     scanned,
+    slot_of,
     slots,
+    using,
 )
 from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
@@ -39,6 +42,8 @@ lengths = st.sampled_from([1, 100, PAGE, PAGE + 1, LONGEST])
 
 class FSMachine(RuleBasedStateMachine):
     """The model: what each key must give back. A key whose file was tampered with must miss, or be right by luck."""
+
+    layout: Literal["files", "slab"] = "files"
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +67,9 @@ class FSMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier is None)
     @rule()
     def open(self) -> None:
-        tier = FSTier(self.root, capacity=capacity_for(N_CHUNKS), min_free=0, n_read_threads=2, n_write_threads=2)
+        with using(self.layout):
+            capacity = capacity_for(N_CHUNKS)
+        tier = FSTier(self.root, capacity=capacity, min_free=0, n_read_threads=2, n_write_threads=2, layout=self.layout)
         self.run(tier.open(context()))
         self.run(scanned(tier))
         assert tier.writable
@@ -74,7 +81,7 @@ class FSMachine(RuleBasedStateMachine):
         self.tier = tier
         self.ids.add(self.seat.id)
         for number, chunk in self.model.items():
-            assert found.pop(chunk.key).charge_nbytes == charge_nbytes(chunk.nbytes), number
+            assert found.pop(chunk.key).charge_nbytes == self.charge(chunk), number
         # What else was found may only be a file that was tampered with and still looks whole.
         assert set(found) <= {chunk.key for chunk in self.damaged.values()}
 
@@ -149,7 +156,7 @@ class FSMachine(RuleBasedStateMachine):
         for number, key, found in zip(batch, keys, self.run(self.tier.probe(keys)), strict=True):
             if number in self.model:
                 assert found is not None and found.key == key and found.owned
-                assert found.charge_nbytes == charge_nbytes(self.model[number].nbytes)
+                assert found.charge_nbytes == self.charge(self.model[number])
             elif number not in self.damaged:
                 assert found is None
         settled = [self.tier.settled(chunk_of(number).key) for number in range(8)]
@@ -164,13 +171,13 @@ class FSMachine(RuleBasedStateMachine):
         data[at % len(data)] ^= 1 << bit
         path.write_bytes(data)
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.model and self.layout == "files")
     @rule(pick=st.integers(0, 100), at=st.integers(0, 10**9))
     def cut(self, pick: int, at: int) -> None:
         path = self.tampered(pick)
         os.truncate(path, at % path.stat().st_size)
 
-    @precondition(lambda self: self.model)
+    @precondition(lambda self: self.model and self.layout == "files")
     @rule(pick=st.integers(0, 100), what=st.sampled_from(["nothing", "fifo", "link", "directory"]))
     def replace(self, pick: int, what: str) -> None:
         path = self.tampered(pick)
@@ -182,7 +189,7 @@ class FSMachine(RuleBasedStateMachine):
         elif what == "directory":
             path.mkdir()
 
-    @precondition(lambda self: len(self.model) >= 2)
+    @precondition(lambda self: len(self.model) >= 2 and self.layout == "files")
     @rule(pick=st.integers(0, 100))
     def swap(self, pick: int) -> None:
         # Of one length: what somebody else makes longer is not counted before it is read or listed again.
@@ -211,23 +218,27 @@ class FSMachine(RuleBasedStateMachine):
     def nothing_is_uncounted_and_nothing_foreign_is_touched(self) -> None:
         assert all(path.read_bytes() == b"f" * PAGE for path in self.foreign)
         ours = recount(self.root) - PAGE * len(self.foreign)
-        assert ours <= capacity_for(N_CHUNKS)
+        with using(self.layout):
+            capacity = capacity_for(N_CHUNKS)
+        assert ours <= capacity
         if self.tier is None:
             return
         mount = self.seat_of()
         mount.books.check()
-        assert ours <= mount.books.used_nbytes <= capacity_for(N_CHUNKS)
-        expected = sum(charge_nbytes(chunk.nbytes) for chunk in self.model.values())
+        assert ours <= mount.books.used_nbytes <= capacity
+        expected = sum(self.charge(chunk) for chunk in self.model.values())
         # A damaged file counts until somebody looks at it.
         extra = self.tier.usage()["chunks_nbytes"] - expected
-        assert (
-            extra == 0
-            if not self.damaged
-            else 0 <= extra <= sum(charge_nbytes(c.nbytes) for c in self.damaged.values())
-        )
+        assert extra == 0 if not self.damaged else 0 <= extra <= sum(self.charge(c) for c in self.damaged.values())
         if not self.damaged:
-            on_disk = ours - PAGE * len(list(self.root.glob("owner-*.lock")))
-            assert on_disk == expected
+            assert self.on_disk_nbytes(ours) == expected
+
+    def charge(self, chunk: Chunk) -> int:
+        return CHARGE if self.layout == "slab" else charge_nbytes(chunk.nbytes)
+
+    def on_disk_nbytes(self, ours: int) -> int:
+        """What chunks occupy by the outsider's count."""
+        return ours - PAGE * len(list(self.root.glob("owner-*.lock")))
 
     def teardown(self) -> None:
         try:
@@ -265,5 +276,20 @@ class FSMachine(RuleBasedStateMachine):
         return path
 
 
+class SlabMachine(FSMachine):
+    """The same in slots: what may be damaged there are bits of a slot."""
+
+    layout = "slab"
+
+    def path(self, number: int) -> Any:
+        return slot_of(self.root, chunk_of(number).key)
+
+    def on_disk_nbytes(self, ours: int) -> int:
+        catalogues = sum(path.stat().st_size for path in self.root.rglob("*.slots"))
+        return super().on_disk_nbytes(ours) - catalogues - int(self.seat_of().books.idle_nbytes)
+
+
+TestSlabMachine = SlabMachine.TestCase
+TestSlabMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestFSMachine = FSMachine.TestCase
 TestFSMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -22,16 +22,20 @@ from tests.fs_kit import (
     LONGEST,
     PAGE,
     STRIDE,
+    charge_of,
+    chunk_bytes,
     chunk_of,
+    chunks_and_fixed,
     context,
     fetch,
     files_under,
     key_of,
+    layout,  # noqa: F401
+    only_files,
     opened,
     path_of,
     payload_of,
     read,
-    recount,
     slots,
     store,
     write,
@@ -56,7 +60,7 @@ async def test_satisfies_the_protocols(root: Path) -> None:
     async with opened(root) as tier:
         for protocol in (Charging, Bounded, ScanTier):
             assert isinstance(tier, protocol)
-    assert tier.charge_nbytes(1) == 2 * PAGE and tier.name == "fs"
+    assert tier.charge_nbytes(1) == charge_of(1) and tier.name == "fs"
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, LONGEST])
@@ -97,9 +101,10 @@ async def test_padding_never_holds_what_another_chunk_left(root: Path) -> None:
             await store(tier, chunk_of(i, PAGE - 1))
         await store(tier, chunk_of(9, 5))
         data = path_of(root, key_of(9), tier).read_bytes()
-    assert data[HEADER_NBYTES:] == payload_of(key_of(9), 5) + bytes(PAGE - 5)
+    assert data[HEADER_NBYTES : HEADER_NBYTES + PAGE] == payload_of(key_of(9), 5) + bytes(PAGE - 5)
 
 
+@only_files
 async def test_one_pwritev_and_one_preadv_a_chunk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Header, payload and padding go in one call, straight from and into the caller's memory."""
     calls: list[tuple[str, list[int]]] = []
@@ -223,20 +228,20 @@ async def test_two_writes_of_one_key_at_once_leave_one_whole_chunk(root: Path, m
         assert all(o.ok for (o,) in outcomes)
         monkeypatch.undo()
         assert await fetch(tier, chunk_of(1)) == [OK]
-        assert tier.usage()["chunks_nbytes"] == CHARGE == _chunk_bytes(root)
+        assert tier.usage()["chunks_nbytes"] == CHARGE == chunk_bytes(root, tier)
 
 
 async def test_rewriting_replaces_and_deleting_frees(root: Path) -> None:
     """Bytes are charged once a key; absent keys are ignored."""
     async with opened(root) as tier:
-        before = tier.usage()["used_nbytes"]
+        before = chunks_and_fixed(tier)
         await store(tier, chunk_of(1, 100), chunk_of(2))
         await store(tier, chunk_of(1))
-        assert tier.usage()["used_nbytes"] == before + 2 * CHARGE
+        assert chunks_and_fixed(tier) == before + 2 * CHARGE
         assert await fetch(tier, chunk_of(1)) == [OK]
         assert list(await tier.contains([key_of(1), key_of(3)])) == [True, False]
         await tier.delete([key_of(1), key_of(3), key_of(2)])
-        assert tier.usage()["used_nbytes"] == before
+        assert chunks_and_fixed(tier) == before
         assert await fetch(tier, chunk_of(1), chunk_of(2)) == [Status.MISSING] * 2
 
 
@@ -254,6 +259,7 @@ async def test_modes_are_private_whatever_the_umask(root: Path) -> None:
         assert {stat.S_IMODE(p.stat().st_mode) for p in [here, *here.rglob("*")] if p.is_dir()} == {0o700}
 
 
+@only_files
 async def test_a_full_disk_refuses_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOSPC and a write that ends short, at the third of eight chunks: the others are stored, no file is left."""
     real, calls = os.pwritev, iter(range(100))
@@ -273,11 +279,12 @@ async def test_a_full_disk_refuses_and_leaves_nothing(root: Path, monkeypatch: p
         bad = [o for o in outcomes if not o.ok]
         assert [(o.status, o.reason) for o in bad] == [(Status.REFUSED, Reason.NO_SPACE)] * 2
         assert tier.usage()["used_nbytes"] == before + 6 * CHARGE
-        assert tier.usage()["chunks_nbytes"] == 6 * CHARGE == _chunk_bytes(root)
+        assert tier.usage()["chunks_nbytes"] == 6 * CHARGE == chunk_bytes(root, tier)
         assert tier.counters()["no_space"] == 2
         await store(tier, *(Chunk(o.key, nbytes=LONGEST) for o in bad))
 
 
+@only_files
 @pytest.mark.parametrize("where", ["open", "fdatasync", "rename"])
 async def test_other_write_errors_fail_their_chunk_and_leave_nothing(
     root: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -299,7 +306,7 @@ async def test_other_write_errors_fail_their_chunk_and_leave_nothing(
         assert outcome.status is Status.FAILED and isinstance(outcome.error, TierWriteError)
         assert outcome.error.keys == (key_of(1),)
         assert tier.usage()["used_nbytes"] == before
-        assert _chunk_bytes(root) == CHARGE
+        assert chunk_bytes(root, tier) == CHARGE
         await store(tier, chunk_of(1))
 
 
@@ -319,6 +326,7 @@ async def test_a_read_error_keeps_the_file(root: Path, monkeypatch: pytest.Monke
         assert await fetch(tier, chunk_of(1)) == [OK]
 
 
+@only_files
 async def test_out_of_descriptors_is_transient(root: Path) -> None:
     """EMFILE during 8 reads and 8 writes: no file is lost or called corrupt, hits again afterwards, no leak."""
     async with opened(root) as tier:
@@ -348,6 +356,7 @@ async def test_out_of_descriptors_is_transient(root: Path) -> None:
         assert tier.counters()["corrupt"] == 0
 
 
+@only_files
 async def test_durability_power_syncs_data_before_the_name_and_the_directory_after(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +472,7 @@ async def test_repr_says_how_full_it_is(root: Path) -> None:
     assert "not open" in repr(FSTier(root))
 
 
+@only_files
 async def test_a_read_renews_an_old_files_time(root: Path) -> None:
     """Recency survives a kill coarsely: a file's time is that of its last use, give or take a minute."""
     async with opened(root) as tier:
@@ -499,10 +509,6 @@ def _recorded(name: str, calls: list[str]) -> Any:
         return real(*args, **kwargs)
 
     return call
-
-
-def _chunk_bytes(root: Path) -> int:
-    return recount(root) - sum(PAGE * -(-p.stat().st_size // PAGE) for p in root.iterdir() if p.is_file())
 
 
 def _target(fd: str) -> str:

@@ -14,13 +14,18 @@ _SLOT_BITS: Final = 12
 MAX_IDS: Final = 1 << _SLOT_BITS
 """Owner ids that one process can hold: its own and those of dead owners."""
 _SLOT_MASK: Final = MAX_IDS - 1
+_PAGES_BITS: Final = 32
+_PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
+_AT_BIT: Final = _SLOT_BITS + _PAGES_BITS
 
 
 class Held(NamedTuple):
-    """One file of ours: which of our owner ids is in its name, and what it occupies."""
+    """One chunk of ours: which of our owner ids it carries, what it occupies, and where."""
 
     slot: int
     nbytes: int
+    at: int | None = None
+    """Slot of the owner's slab whose slots have ``nbytes``; None for a file of its own."""
 
 
 class Leaver(NamedTuple):
@@ -29,6 +34,7 @@ class Leaver(NamedTuple):
     mtime_ns: int
     namespace: str
     leaf: str
+    """Empty for a slab's files, which lie beside the leaves."""
     name: str
     owner: str
     nbytes: int
@@ -50,6 +56,8 @@ class Books:
         """Lock files of ours, and room for the index of a clean close."""
         self.adopting_nbytes = 0
         """Reserved by owners whose ids we took and whose files we have not counted yet."""
+        self.idle_nbytes = 0
+        """Slots of our slabs that have blocks and no chunk; never below that, at moments above."""
         self.leavers: deque[Leaver] = deque()
         self._records: dict[ChunkKey, int] = {}
         self._files_nbytes = 0
@@ -69,16 +77,23 @@ class Books:
     @property
     def counted_nbytes(self) -> int:
         """As ``used_nbytes``, without the estimate for files that a scan has yet to count."""
+        return self._occupied_nbytes + self.idle_nbytes
+
+    @property
+    def _occupied_nbytes(self) -> int:
         return self.fixed_nbytes + self._files_nbytes + self._leavers_nbytes + self._writing_nbytes
 
     @property
     def chunks_nbytes(self) -> int:
-        """Whole chunk files of our namespace."""
+        """Whole chunks of our namespace."""
         return self._files_nbytes
 
     def get(self, key: ChunkKey) -> Held | None:
         packed = self._records.get(key)
-        return None if packed is None else Held(packed & _SLOT_MASK, (packed >> _SLOT_BITS) * PAGE_NBYTES)
+        if packed is None:
+            return None
+        at = (packed >> _AT_BIT) - 1
+        return Held(packed & _SLOT_MASK, _pages(packed) * PAGE_NBYTES, None if at < 0 else at)
 
     def keys(self) -> list[ChunkKey]:
         """A copy, oldest entry first."""
@@ -98,41 +113,70 @@ class Books:
             self._writing_nbytes += nbytes
             return True
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether chunks may take so much more, idle slots among it."""
+        with self.lock:
+            return self._occupied_nbytes + self.adopting_nbytes + nbytes <= self.limit_nbytes
+
+    def start_growth(self, n_slots: int, slot_nbytes: int) -> int:
+        """Charge up to so many slots, as idle ones, before they get blocks. Returns how many fit."""
+        with self.lock:
+            n_slots = max(0, min(n_slots, (self.limit_nbytes - self.used_nbytes) // slot_nbytes))
+            self.idle_nbytes += n_slots * slot_nbytes
+            return n_slots
+
+    def add_idle(self, nbytes: int) -> None:
+        """Slots have become idle, or (negative) have lost their blocks."""
+        with self.lock:
+            self.idle_nbytes += nbytes
+
+    def add_fixed(self, nbytes: int) -> None:
+        """Bytes that are no chunk's, or (negative) are no longer there."""
+        with self.lock:
+            self.fixed_nbytes += nbytes
+
+    def start_slots(self, nbytes: int) -> None:
+        """Idle slots are being written."""
+        with self.lock:
+            self.idle_nbytes -= nbytes
+            self._writing_nbytes += nbytes
+
     def grow_by_at_most(self, nbytes: int) -> None:
         """The file system gives us no more than this beyond what we hold, until the limit is decided anew."""
         with self.lock:
             self.limit_nbytes = min(self.limit_nbytes, self.counted_nbytes + nbytes)
 
     def abort_write(self, nbytes: int) -> None:
-        """The unfinished file is gone."""
+        """The unfinished file is gone, or its slot idle again; or an earlier copy that ``end_write`` returned."""
         with self.lock:
             self._writing_nbytes -= nbytes
 
-    def end_write(self, key: ChunkKey, slot: int, owner: str, nbytes: int) -> None:
-        """The file has its name, and whatever this key had before is gone."""
+    def end_write(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None) -> Held | None:
+        """The chunk is whole. Returns the key's earlier copy, charged on until ``abort_write`` of its bytes."""
         with self.lock:
-            self._writing_nbytes -= nbytes
-            self._drop(key)
-            self._add(key, slot, nbytes)
+            replaced = self._drop(key)
+            self._writing_nbytes += (0 if replaced is None else replaced.nbytes) - nbytes
+            self._add(key, slot, nbytes, at)
             self._gone.discard((key, owner))
+            return replaced
 
-    def add(self, key: ChunkKey, slot: int, owner: str, nbytes: int) -> Held | None:
+    def add(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None) -> Held | None:
         """Count a file that was found. Returns what the key is held as now: an earlier file stays in charge.
 
         None if that file was removed since the scan that is under way began: it may have been listed before.
         """
         with self.lock:
-            return self._found(key, slot, owner, nbytes)
+            return self._found(key, slot, owner, nbytes, at)
 
-    def add_all(self, files: Iterable[tuple[ChunkKey, int, str, int]]) -> list[bool]:
-        """As ``add`` for many (key, slot, owner, nbytes): whether each is counted now."""
+    def add_all(self, files: Iterable[tuple[ChunkKey, int, str, int, int | None]]) -> list[bool]:
+        """As ``add`` for many (key, slot, owner, nbytes, at): whether each is counted now."""
         with self.lock:
             return [self._found(*file) is not None for file in files]
 
-    def drop(self, key: ChunkKey, owner: str) -> Held | None:
-        """The key's file is gone. Returns what it was, None if unknown."""
+    def drop(self, key: ChunkKey, owner: str, only: Held | None = None) -> Held | None:
+        """The key's chunk is gone. Returns what it was, None if unknown, or if it is not ``only`` but a newer one."""
         with self.lock:
-            held = self._drop(key)
+            held = self._drop(key) if only is None or self.get(key) == only else None
             if held is not None and self._n_scans:
                 self._gone.add((key, owner))
             return held
@@ -163,9 +207,12 @@ class Books:
             if not self._n_scans:
                 self._gone.clear()
 
-    def add_leaver(self, leaver: Leaver) -> None:
+    def add_leaver(self, leaver: Leaver, *, first: bool = False) -> None:
         with self.lock:
-            self.leavers.append(leaver)
+            if first:
+                self.leavers.appendleft(leaver)
+            else:
+                self.leavers.append(leaver)
             self._leavers_nbytes += leaver.nbytes
 
     def drop_leaver(self, leaver: Leaver) -> None:
@@ -176,22 +223,23 @@ class Books:
     def check(self) -> None:
         """Recount. Asserts what the other methods keep true."""
         with self.lock:
-            pages = sum(packed >> _SLOT_BITS for packed in self._records.values())
+            pages = sum(map(_pages, self._records.values()))
             assert pages * PAGE_NBYTES == self._files_nbytes
             assert sum(leaver.nbytes for leaver in self.leavers) == self._leavers_nbytes
-            assert self._writing_nbytes >= 0
+            assert self._writing_nbytes >= 0 and self.idle_nbytes >= 0
 
-    def _found(self, key: ChunkKey, slot: int, owner: str, nbytes: int) -> Held | None:
+    def _found(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None) -> Held | None:
         if self._gone and (key, owner) in self._gone:
             return None
         held = self.get(key)
         if held is None:
-            self._add(key, slot, nbytes)
-            held = Held(slot, nbytes)
+            self._add(key, slot, nbytes, at)
+            held = Held(slot, nbytes, at)
         return held
 
-    def _add(self, key: ChunkKey, slot: int, nbytes: int) -> None:
-        self._records[key] = nbytes // PAGE_NBYTES << _SLOT_BITS | slot
+    def _add(self, key: ChunkKey, slot: int, nbytes: int, at: int | None) -> None:
+        place = 0 if at is None else at + 1
+        self._records[key] = place << _AT_BIT | nbytes // PAGE_NBYTES << _SLOT_BITS | slot
         self._files_nbytes += nbytes
 
     def _drop(self, key: ChunkKey) -> Held | None:
@@ -200,3 +248,7 @@ class Books:
             del self._records[key]
             self._files_nbytes -= held.nbytes
         return held
+
+
+def _pages(packed: int) -> int:
+    return packed >> _SLOT_BITS & _PAGES_MASK

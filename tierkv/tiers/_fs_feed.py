@@ -26,6 +26,8 @@ class Listed(NamedTuple):
     source: Index | None
     """Where its record is written, at ``place``; None if only its name is known."""
     place: int
+    at: int | None = None
+    """Slot of the owner's slab; None for a file."""
 
 
 class Feed:

@@ -7,6 +7,8 @@ A root looks like this::
     root/owner-<owner id>.index                        written by a clean close; see _fs_index
     root/<namespace digest>/<leaf>/<key hex>.<owner id>        a whole chunk: header, payload, zeros up to 4 KiB
     root/<namespace digest>/<leaf>/<key hex>.<owner id>.part<n>  one that its owner's worker n is writing
+    root/<namespace digest>/<owner id>.<slot bytes>.slab       an owner's slots, with the slab layout; see _fs_catalogue
+    root/<namespace digest>/<owner id>.<slot bytes>.slots      which key lies in which of them
 
 Everything else in a root is foreign and never touched or counted.
 """
@@ -223,11 +225,24 @@ def unpack_header(page: memoryview, *, sums: Sums = PLAIN) -> Header:
 
 def header_of(page: memoryview, key: bytes, digest: bytes, file_nbytes: int, *, sums: Sums = PLAIN) -> Header:
     """The header of the file in which this key's chunk should lie. Raises BadHeaderError if another one's does."""
+    header = _header_of(page, key, digest, sums)
+    if charge_nbytes(header.chunk.nbytes) != file_nbytes:
+        raise BadHeaderError("length differs from the header's")
+    return header
+
+
+def header_in_slot(page: memoryview, key: bytes, digest: bytes, slot_nbytes: int, *, sums: Sums = PLAIN) -> Header:
+    """As ``header_of`` for a slot of a slab, which a chunk need not fill."""
+    header = _header_of(page, key, digest, sums)
+    if charge_nbytes(header.chunk.nbytes) > slot_nbytes:
+        raise BadHeaderError("longer than its slot")
+    return header
+
+
+def _header_of(page: memoryview, key: bytes, digest: bytes, sums: Sums) -> Header:
     header = unpack_header(page, sums=sums)
     if header.chunk.key != key or header.namespace_digest != digest:
         raise BadHeaderError("another chunk's file")
-    if charge_nbytes(header.chunk.nbytes) != file_nbytes:
-        raise BadHeaderError("length differs from the header's")
     return header
 
 

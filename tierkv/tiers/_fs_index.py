@@ -34,6 +34,7 @@ _TIMES = struct.Struct(f"<{N_LEAVES}q")
 _ENTRY = "<BBBxHHIIqQ{key}s{parent}s"
 _PARTIAL: Final = 1
 _HAS_PARENT: Final = 2
+_IN_SLAB: Final = 4
 _PER_CHUNK_NBYTES: Final = 192
 """What an entry is allowed for when room is set aside: enough for keys of 80 bytes."""
 
@@ -45,8 +46,10 @@ class BadIndexError(Exception):
 class IndexEntry(NamedTuple):
     owner: str
     nbytes: int
-    """File length in bytes."""
+    """Length in bytes of the file, or of the slot."""
     chunk: Chunk
+    in_slab: bool = False
+    """Its slot is the catalogue's to say: here is only how recent it is, and what its key says of it."""
 
 
 class Index:
@@ -68,11 +71,11 @@ class Index:
     def __len__(self) -> int:
         return len(self._entries.packed) // self._entries.layout.size
 
-    def files(self) -> Iterator[tuple[ChunkKey, str, int]]:
-        """(key, owner, file length in bytes), coldest first."""
+    def files(self) -> Iterator[tuple[ChunkKey, str, int, bool]]:
+        """(key, owner, length in bytes, whether in a slab), coldest first."""
         covers = self.covers
-        for n_key, _, _, slot, _, _, pages, _, _, key, _ in self._entries.layout.iter_unpack(self._entries.packed):
-            yield key if len(key) == n_key else key[:n_key], covers[slot], pages * PAGE_NBYTES
+        for n_key, _, flags, slot, _, _, pages, _, _, key, _ in self._entries.layout.iter_unpack(self._entries.packed):
+            yield key if len(key) == n_key else key[:n_key], covers[slot], pages * PAGE_NBYTES, bool(flags & _IN_SLAB)
 
     def chunk(self, place: int) -> Chunk:
         """The record at a place of ``files``."""
@@ -118,11 +121,12 @@ def pack_index(
     for tenant in tenants:
         text = tenant.encode("utf-8", "surrogatepass")
         out += struct.pack("<H", len(text)) + text
-    for owner, nbytes, chunk in entries:
+    for owner, nbytes, chunk, in_slab in entries:
         parent = chunk.parent or b""
+        flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None) | _IN_SLAB * in_slab
         out += entry_struct.pack(
-            len(chunk.key), len(parent), _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None),
-            slots[owner], tenants[chunk.tenant], chunk.group, nbytes // PAGE_NBYTES, chunk.end_token, chunk.nbytes,
+            len(chunk.key), len(parent), flags, slots[owner], tenants[chunk.tenant], chunk.group,
+            nbytes // PAGE_NBYTES, chunk.end_token, chunk.nbytes,
             chunk.key, parent,
         )  # fmt: skip
     out += xxhash.xxh3_128_digest(out)

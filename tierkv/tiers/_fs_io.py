@@ -45,7 +45,8 @@ NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 TOUCH_AFTER_S: Final = 60.0
 """A read renews the file's time if it is older than this: recency that survives a kill, at one inode write a minute."""
 Identity = tuple[int, int]
-"""Inode and time of last change: tells a file from one that replaced it, whose inode may be the same."""
+"""Inode and time of last change: tells a file from one that replaced it, whose inode may be the same. In a slab, the
+slot and the time of its row."""
 
 
 def identity_of(found: os.stat_result) -> Identity:
@@ -55,9 +56,9 @@ def identity_of(found: os.stat_result) -> Identity:
 class CorruptFileError(Exception):
     """What lies at a chunk's path is not that chunk. ``identity`` tells it from one that replaced it meanwhile."""
 
-    def __init__(self, why: str, found: os.stat_result) -> None:
+    def __init__(self, why: str, identity: Identity) -> None:
         super().__init__(why)
-        self.identity = identity_of(found)
+        self.identity = identity
 
 
 class LeftoverError(OSError):
@@ -275,7 +276,7 @@ class ChunkFiles:
         if not stat.S_ISREG(found.st_mode):
             raise NotRegularError("not a regular file")
         if not is_whole(found.st_size):
-            raise CorruptFileError(f"{found.st_size} bytes are no whole chunk", found)
+            raise CorruptFileError(f"{found.st_size} bytes are no whole chunk", identity_of(found))
         payload_nbytes = found.st_size - HEADER_NBYTES
         # Whole pages go straight into the buffer; the last one through scratch if the buffer has no room for its zeros.
         straight_nbytes = min(payload_nbytes, len(buffer) & -PAGE_NBYTES)
@@ -286,14 +287,14 @@ class ChunkFiles:
         try:
             header = header_of(scratch.header, key, self._digest, found.st_size, sums=self._sums)
         except BadHeaderError as error:
-            raise CorruptFileError(str(error), found) from None
+            raise CorruptFileError(str(error), identity_of(found)) from None
         nbytes = header.chunk.nbytes
         if nbytes > len(buffer):
             raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
         if nbytes > straight_nbytes:
             buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
         if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
-            raise CorruptFileError("payload checksum", found)
+            raise CorruptFileError("payload checksum", identity_of(found))
         zero(buffer, nbytes)
         if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:
             with contextlib.suppress(OSError):  # a file system that turned read-only still serves
@@ -313,7 +314,7 @@ class ChunkFiles:
         if os.preadv(fd, parts, 0) != total:
             if os.fstat(fd).st_size == found.st_size:  # the file is as long as it was: not its fault
                 raise OSError(errno.EIO, "the read ended short")
-            raise CorruptFileError("the file ends short", found)
+            raise CorruptFileError("the file ends short", identity_of(found))
 
     def _leave_direct(self, fd: int) -> None:
         """Let this one descriptor go through the page cache: its memory is not aligned for O_DIRECT."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Final
 
 from tierkv.tiers._fs_books import Leaver
-from tierkv.tiers._fs_dirs import NotRegularError, open_directory, unlink_first, unlink_quietly
+from tierkv.tiers._fs_catalogue import SLAB, Row, SlabName, allocated_nbytes, parse_slab_name, slab_name
+from tierkv.tiers._fs_dirs import NotRegularError, open_directory, unlink_quietly
 from tierkv.tiers._fs_feed import Listed
 from tierkv.tiers._fs_format import (
     LEAVES,
@@ -27,17 +31,27 @@ _LAST_INDEXED: Final = 2.0
 """Order of files: indexed ones by their place in it, from 1 to 2; the others by their time, after those."""
 
 
+IN_SLAB: Final = -1
+
+
 class Hints:
     """What the indexes say, by leaf."""
 
     def __init__(self, indexes: Sequence[Index], owners: Sequence[str]) -> None:
-        self._by_leaf: dict[str, list[Listed]] = {}
-        self._known: dict[ChunkKey, Listed] = {}
-        for index in indexes:
-            for item in listed_in(index):
-                self._known[item.key] = item
-                if item.owner in owners:
-                    self._by_leaf.setdefault(leaf_of(item.key), []).append(item)
+        self._indexes = indexes
+        self._owners = frozenset(owners)
+
+    @cached_property
+    def _known(self) -> dict[ChunkKey, Listed]:
+        return {item.key: item for index in self._indexes for item in listed_in(index)}
+
+    @cached_property
+    def _by_leaf(self) -> dict[str, list[Listed]]:
+        leaves: dict[str, list[Listed]] = {}
+        for item in (item for index in self._indexes for item in listed_in(index)):
+            if item.owner in self._owners and item.at is None:
+                leaves.setdefault(leaf_of(item.key), []).append(item)
+        return leaves
 
     def of(self, leaf: str) -> list[Listed]:
         return self._by_leaf.get(leaf, [])
@@ -47,14 +61,21 @@ class Hints:
         known = self._known.get(key)
         if known is None:
             return Listed(_LAST_INDEXED + found.st_mtime_ns * 1e-9, key, owner, found.st_size, None, 0)
-        return known._replace(owner=owner, nbytes=found.st_size)
+        return known._replace(owner=owner, nbytes=found.st_size, at=None)
+
+    def about_row(self, row: Row, owner: str, slot_nbytes: int) -> Listed:
+        """A chunk that was found in a slab, with what the index knows of its key."""
+        known = self._known.get(row.key)
+        if known is None:
+            return Listed(_LAST_INDEXED + row.used_s, row.key, owner, slot_nbytes, None, 0, row.slot)
+        return known._replace(owner=owner, nbytes=slot_nbytes, at=row.slot)
 
 
 def listed_in(index: Index) -> Iterator[Listed]:
-    """The files of an index, coldest first."""
+    """What an index lists, coldest first; what it has in slabs is ``IN_SLAB`` for a slot."""
     step = 1.0 / max(1, len(index))
-    for place, (key, owner, nbytes) in enumerate(index.files()):
-        yield Listed(1.0 + place * step, key, owner, nbytes, index, place)
+    for place, (key, owner, nbytes, in_slab) in enumerate(index.files()):
+        yield Listed(1.0 + place * step, key, owner, nbytes, index, place, IN_SLAB if in_slab else None)
 
 
 def leaf_times_ns(namespace_fd: int) -> dict[str, int]:
@@ -107,6 +128,27 @@ class Lister:
         for name, parsed, found in self._ours(leaf_fd):
             yield Leaver(found.st_mtime_ns, namespace, leaf, name, parsed.owner, padded_nbytes(found.st_size))
 
+    def slab_leavers(self, namespace: str, namespace_fd: int) -> Iterator[Leaver]:
+        """Slabs of ours in another namespace, each with its catalogue."""
+        with os.scandir(namespace_fd) as entries:
+            names = [(entry.name, parsed) for entry in entries if (parsed := parse_slab_name(entry.name)) is not None]
+        nbytes: Counter[SlabName] = Counter()
+        time_ns: Counter[SlabName] = Counter()
+        for name, parsed in names:
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=namespace_fd, follow_symlinks=False)
+                slab = SlabName(parsed.owner, parsed.slot_nbytes, SLAB, False)
+                nbytes[slab] += allocated_nbytes(found)
+                time_ns[slab] = max(time_ns[slab], found.st_mtime_ns)
+        for slab in nbytes:
+            owner = slab.owner
+            if owner not in self._owners:
+                if not self._adopt_orphans or owner in self._known or not self._is_orphan(owner):
+                    continue
+                owner = self._seat.id
+            name = slab_name(slab.owner, slab.slot_nbytes, SLAB)
+            yield Leaver(time_ns[slab], namespace, "", name, owner, nbytes[slab])
+
     def _ours(self, leaf_fd: int) -> Iterator[tuple[str, FileName, os.stat_result]]:
         with os.scandir(leaf_fd) as entries:
             for entry in entries:
@@ -138,17 +180,21 @@ class Lister:
 
     def _take_orphan(self, name: str, parsed: FileName, leaf_fd: int) -> bool:
         """A file whose owner has no lock file any more becomes ours by a new name."""
-        if not self._has_waited:
-            self._has_waited = True
-            self._let_owners_speak()
-        if self._seat.has_lock_file(parsed.owner):
-            return False  # joined since we looked, or it lives and somebody had removed its lock file
+        if not self._is_orphan(parsed.owner):
+            return False
         if parsed.is_part:
             unlink_quietly(name, leaf_fd)
             return False
         os.rename(name, file_name(parsed.key, self._seat.id), src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
         self._tally.add("orphans")
         return True
+
+    def _is_orphan(self, owner: str) -> bool:
+        """False if it joined since we looked, or lives and somebody had removed its lock file."""
+        if not self._has_waited:
+            self._has_waited = True
+            self._let_owners_speak()
+        return not self._seat.has_lock_file(owner)
 
 
 class leaf_opened:  # noqa: N801 - reads as the function it would be, were generators as cheap
@@ -169,19 +215,6 @@ class leaf_opened:  # noqa: N801 - reads as the function it would be, were gener
     def __exit__(self, *exc: object) -> None:
         if self._fd is not None:
             os.close(self._fd)
-
-
-def remove_leaver(root_fd: int, leaver: Leaver) -> bool:
-    """Remove a file of ours in another namespace; gone already is as good. False if it stays."""
-    try:
-        namespace_fd = open_directory(leaver.namespace, root_fd)
-    except (FileNotFoundError, NotRegularError):
-        return True
-    try:
-        with leaf_opened(leaver.leaf, namespace_fd) as leaf_fd:
-            return leaf_fd is None or unlink_first([leaver.name], leaf_fd)
-    finally:
-        os.close(namespace_fd)
 
 
 def namespaces(root_fd: int) -> list[str]:

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Final
 
 from tierkv.protocols import Clock
-from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_books import Books, Held
 from tierkv.tiers._fs_format import leaf_of
-from tierkv.tiers._fs_io import ChunkFiles, Identity, Tally, damage, identity_of
+from tierkv.tiers._fs_io import Identity, Tally
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_scan import Scanner
+from tierkv.tiers._fs_store import Store
 from tierkv.types import ChunkKey, Found
 
 _log = logging.getLogger(__name__)
 
 ABSENT_FOR_S: Final = 1.0
 """A negative answer holds this long while the scan runs or another owner may write the key."""
+MOST_MOVES: Final = 8
+"""How often a key is looked for again that was written anew, elsewhere, while it was looked for."""
 _MOST_ABSENT: Final = 1 << 16
 _MOST_SHUNNED: Final = 1 << 12
 
@@ -28,10 +31,8 @@ class Lookups:
     Concurrency: any thread.
     """
 
-    def __init__(
-        self, *, files: ChunkFiles, books: Books, seat: Seat, scanner: Scanner, tally: Tally, clock: Clock
-    ) -> None:
-        self._files = files
+    def __init__(self, *, store: Store, books: Books, seat: Seat, scanner: Scanner, tally: Tally, clock: Clock) -> None:
+        self._store = store
         self._books = books
         self._seat = seat
         self._scanner = scanner
@@ -71,34 +72,48 @@ class Lookups:
         self._shunned[key, owner] = identity
 
     def _probe_one(self, key: ChunkKey) -> Found | None:
-        for owner in self.owners_of(key):
-            found = self._files.look(key, owner)
-            slot = self._seat.slot_of(owner)
-            if found is None:
-                self._forget(key, owner, "vanished")
-            elif (what := damage(found)) is not None:
-                self._forget(key, owner, what)
-            elif slot is None:
-                if self._shunned.get((key, owner)) != identity_of(found):
-                    return Found(key, found.st_size, owned=False)
-            else:
-                held = self._books.add(key, slot, owner, found.st_size)
-                if held is not None and held.nbytes == found.st_size:
-                    return Found(key, found.st_size)
-                if held is not None:
-                    self._forget(key, owner, "corrupt")  # somebody changed its length
+        for _ in range(MOST_MOVES):
+            held = self._books.get(key)
+            found = self._probe_where(key, held)
+            if found is not None:
+                return found
+            if self._books.get(key) in (held, None):
+                break
         self._remember_absent(key)
         return None
 
-    def _forget(self, key: ChunkKey, owner: str, why: str) -> None:
+    def _probe_where(self, key: ChunkKey, held: Held | None) -> Found | None:
+        for owner in self.owners_of(key):
+            found = self._store.look(key, owner, held)
+            slot = self._seat.slot_of(owner)
+            if found is None:
+                self._forget(key, owner, held, "vanished")
+            elif found.damage is not None:
+                self._forget(key, owner, held, found.damage)
+            elif slot is None:
+                if self._shunned.get((key, owner)) != found.identity:
+                    return Found(key, found.nbytes, owned=False)
+            else:
+                held = self._books.add(key, slot, owner, found.nbytes, found.at)
+                if held is not None and held.nbytes == found.nbytes:
+                    return Found(key, found.nbytes)
+                if held is not None:
+                    self._forget(key, owner, held, "corrupt")  # somebody changed its length
+        return None
+
+    def _forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:
         """There is no chunk at this path. If it is one of ours, put away what is there instead."""
         if self._seat.slot_of(owner) is None:
             return
-        try:
-            self._files.remove(key, owner)
-        except OSError as error:
-            _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
-        if self._books.drop(key, owner) is not None or why != "vanished":
+        if why != "vanished":
+            try:
+                self._store.remove(key, owner, held)
+            except OSError as error:
+                _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
+        known = held is not None and self._books.drop(key, owner, held) is not None
+        if known and held is not None:
+            self._store.reclaim(owner, held)
+        if known or why != "vanished":
             self._tally.add(why)
 
     def _remember_absent(self, key: ChunkKey) -> None:

@@ -12,24 +12,38 @@ _ZEROS: Final = memoryview(bytes(64 * 1024))
 
 
 class Scratch(NamedTuple):
-    """Two aligned pages for one worker: a header, and the last page of a payload that does not fill it."""
+    """Aligned pages for one worker: for each chunk of a call a header, and the last page of its payload."""
 
-    header: memoryview
-    tail: memoryview
+    headers: tuple[memoryview, ...]
+    tails: tuple[memoryview, ...]
     worker: int
     """Number of whoever holds these pages; no two do at a time."""
+
+    @property
+    def header(self) -> memoryview:
+        return self.headers[0]
+
+    @property
+    def tail(self) -> memoryview:
+        return self.tails[0]
 
 
 class ScratchRing:
     """Aligned scratch pages, handed round among workers. An mmap: heap memory is not aligned enough for O_DIRECT.
 
+    Args:
+        n: workers.
+        n_chunks: most chunks of one call.
+
     Concurrency: ``take`` and ``give`` from any thread; each is one atomic deque operation.
     """
 
-    def __init__(self, n: int) -> None:
-        memory = memoryview(mmap.mmap(-1, n * 2 * PAGE_NBYTES))
-        pages = [memory[i * PAGE_NBYTES : (i + 1) * PAGE_NBYTES] for i in range(2 * n)]
-        self._free = deque(Scratch(pages[2 * i], pages[2 * i + 1], i) for i in range(n))
+    def __init__(self, n: int, n_chunks: int = 1) -> None:
+        n_pages = n * 2 * n_chunks
+        memory = memoryview(mmap.mmap(-1, n_pages * PAGE_NBYTES))
+        pages = [memory[i * PAGE_NBYTES : (i + 1) * PAGE_NBYTES] for i in range(n_pages)]
+        sets = [tuple(pages[at : at + n_chunks]) for at in range(0, n_pages, n_chunks)]
+        self._free = deque(Scratch(sets[2 * i], sets[2 * i + 1], i) for i in range(n))
 
     def take(self) -> Scratch:
         return self._free.popleft()

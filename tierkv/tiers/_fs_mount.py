@@ -16,7 +16,9 @@ from tierkv._threads import Lane
 from tierkv.errors import TierError, bad_setting
 from tierkv.protocols import Clock, TierContext
 from tierkv.sizes import format_size
+from tierkv.tiers._fs_batch import Batches
 from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_catalogue import catalogue_nbytes
 from tierkv.tiers._fs_dirs import NotRegularError, discard_root_lock, make_directory, make_root
 from tierkv.tiers._fs_feed import Feed
 from tierkv.tiers._fs_format import (
@@ -31,11 +33,16 @@ from tierkv.tiers._fs_io import ChunkFiles, Tally, direct_works
 from tierkv.tiers._fs_leftovers import Leftovers
 from tierkv.tiers._fs_list import leaf_times_ns
 from tierkv.tiers._fs_lookup import Lookups
+from tierkv.tiers._fs_memory import ScratchRing
 from tierkv.tiers._fs_ops import Operations
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_probe import default_min_free_nbytes
 from tierkv.tiers._fs_scan import Gate, Scanner
 from tierkv.tiers._fs_secret import SecretSource
+from tierkv.tiers._fs_slab_files import SlabFiles
+from tierkv.tiers._fs_slab_io import MOST_IN_RUN, SlabIO
+from tierkv.tiers._fs_slabs import Slabs
+from tierkv.tiers._fs_store import Store
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -78,6 +85,8 @@ class Wishes:
     clock: Clock
     gate: Gate | None
     secret: SecretSource
+    in_slab: bool = False
+    """New chunks go into a slab; else each into a file of its own."""
 
 
 class Mount:
@@ -123,6 +132,7 @@ class Mount:
         self._ctx = ctx
         self._tally = Tally()
         self._digest = namespace_digest(ctx.namespace, sums)
+        self._slot_nbytes: int | None = None
         self._min_free_nbytes = self._decide_min_free()
         self._stop = threading.Event()
         self._seat = Seat(
@@ -133,25 +143,43 @@ class Mount:
         direct = direct_works(f"owner-{self._seat.id}.lock", root_fd)
         if not direct:
             _log.warning("%s: no direct I/O on %s: chunks go through the page cache", name, path)
-        files = ChunkFiles(
-            self._namespace_fd, self._digest, direct=direct, durable=wishes.durable, tally=self._tally, sums=sums
-        )
-        self._leftovers = Leftovers(self._namespace_fd, self.books)
+        self._put_together(direct=direct, sums=sums)
+        self._scan_lane = Lane(f"tierkv-{name}-scan", 1)
+        self._keeper = threading.Thread(target=self._keep, name=f"tierkv-{name}-keeper", daemon=True)
+
+    def _put_together(self, *, direct: bool, sums: Sums) -> None:
+        books, seat, tally, durable = self.books, self._seat, self._tally, self._wishes.durable
+        files = ChunkFiles(self._namespace_fd, self._digest, direct=direct, durable=durable, tally=tally, sums=sums)
+        slab_files = SlabFiles(self._namespace_fd, self._digest, direct, durable, tally, sums)
+        self._leftovers = Leftovers(self._namespace_fd, books)
+        self._slabs = Slabs(
+            slab_files, books=books, seat=seat,
+            slot_nbytes=self._slot_nbytes, usual_nbytes=charge_nbytes(self._ctx.chunk_nbytes), n_slots=self._n_slots,
+            spare_nbytes=self.spare_nbytes,
+        )  # fmt: skip
+        with contextlib.suppress(OSError):  # not now: the scan and the heartbeat try again
+            self._slabs.look_around()
+        self._slabs.fit_catalogue()
+        slab_io = SlabIO(self._digest, durable=durable, sums=sums)
+        store = Store(files, self._slabs, slab_io)
         self.scanner = Scanner(
-            name, root_fd, digest=self._digest, files=files, books=self.books, seat=self._seat, feed=self.feed,
-            leftovers=self._leftovers, tally=self._tally, gate=wishes.gate, refresh=self.beat,
+            self._name, self._root_fd, digest=self._digest, store=store, slabs=self._slabs, books=books, seat=seat,
+            feed=self.feed, leftovers=self._leftovers, tally=tally, gate=self._wishes.gate, refresh=self.beat,
             index_room_nbytes=self._index_room_nbytes,
         )  # fmt: skip
         self.lookups = Lookups(
-            files=files, books=self.books, seat=self._seat, scanner=self.scanner, tally=self._tally, clock=wishes.clock
+            store=store, books=books, seat=seat, scanner=self.scanner, tally=tally, clock=self._wishes.clock
         )
+        ring = ScratchRing(self._wishes.n_workers, MOST_IN_RUN)
         self.operations = Operations(
-            name, root_fd, files=files, books=self.books, seat=self._seat, scanner=self.scanner,
-            lookups=self.lookups, leftovers=self._leftovers, tally=self._tally, n_workers=wishes.n_workers,
-            chunk_nbytes=ctx.chunk_nbytes, spare_nbytes=self.spare_nbytes,
+            self._name, self._root_fd, files=files, store=store, books=books, seat=seat, scanner=self.scanner,
+            lookups=self.lookups, leftovers=self._leftovers, tally=tally, chunk_nbytes=self._ctx.chunk_nbytes,
+            spare_nbytes=self.spare_nbytes,
         )  # fmt: skip
-        self._scan_lane = Lane(f"tierkv-{name}-scan", 1)
-        self._keeper = threading.Thread(target=self._keep, name=f"tierkv-{name}-keeper", daemon=True)
+        self.batches = Batches(
+            self.operations, slabs=self._slabs, slab_io=slab_io, books=books, seat=seat, ring=ring,
+            slot_nbytes=self._slot_nbytes,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Scan in the background, and keep an eye on the other owners."""
@@ -183,7 +211,8 @@ class Mount:
         for key in (*(key for key in held_keys if key not in ordered), *ordered):
             held = books.get(key)
             if held is not None:
-                entries.append(IndexEntry(ids[held.slot], held.nbytes, ordered.get(key) or Chunk(ChunkKey(key))))
+                chunk = ordered.get(key) or Chunk(ChunkKey(key))
+                entries.append(IndexEntry(ids[held.slot], held.nbytes, chunk, held.at is not None))
         covers = tuple(self._seat.held_ids())
         data = pack_index(covers, leaf_times_ns(self._namespace_fd), entries, self._digest)
         spare = max(0, books.limit_nbytes - books.used_nbytes)
@@ -203,8 +232,13 @@ class Mount:
         """Let go of the root. Nothing is under way any more."""
         try:
             discard_part(self._root_fd, self._seat.id)
-            self._seat.leave(self._owns_files())
+            owns_files = self._owns_files()
+            for owner in self._seat.held_ids():
+                if not owns_files(owner):
+                    self._slabs.retire(owner)
+            self._seat.leave(owns_files)
         finally:
+            self._slabs.close()
             os.close(self._namespace_fd)
             os.close(self._root_fd)
 
@@ -215,6 +249,10 @@ class Mount:
             _log.info("%s: adopted the files of dead owners %s", self._name, ", ".join(new))
             self._tally.add("adopted_owners", len(new))
             self._scan_lane.post(self.scanner.adopted, new)
+        self._slabs.look_around()
+        excess = self.books.used_nbytes - self.books.limit_nbytes
+        if excess > 0 and not self.books.is_scanning:  # a scan knows better what is there, and does this itself
+            self._slabs.give_back(excess)
 
     def share_nbytes(self) -> int:
         """The part of our limit that chunks can have: all but lock files and room for the index."""
@@ -258,17 +296,34 @@ class Mount:
             self._seat.join(self._decide_capacity)
             # No more than the disk can ever give us: else a large capacity on a small disk is all index room.
             usable_nbytes = max(0, self.spare_nbytes()) + self.books.used_nbytes
+            slot_nbytes = charge_nbytes(self._ctx.chunk_nbytes)
+            self._n_slots = max(1, min(self._seat.wish_nbytes, usable_nbytes) // slot_nbytes)
             usable_nbytes = min(self._seat.capacity_nbytes // self._seat.n_owners, usable_nbytes)
-            n_chunks = max(1, usable_nbytes // charge_nbytes(self._ctx.chunk_nbytes))
-            self._index_room_nbytes = index_room_nbytes(n_chunks)
-            with self.books.lock:
-                self.books.fixed_nbytes += self._index_room_nbytes
-            return make_directory(self._digest.hex(), self._root_fd)
+            self._index_room_nbytes = index_room_nbytes(max(1, usable_nbytes // slot_nbytes))
+            self.books.add_fixed(self._index_room_nbytes)
+            if self._wishes.in_slab:
+                self._slot_nbytes = slot_nbytes
+                self.books.add_fixed(catalogue_nbytes(self._n_slots))
+            return self._open_namespace()
         except BaseException as error:
             self._seat.leave(lambda owner: owner != self._seat.new_id)
             if isinstance(error, NotRegularError):
                 raise TierError(self._name, f"no directory where our namespace belongs: {error}") from None
             raise
+
+    def _open_namespace(self) -> int:
+        namespace_fd = make_directory(self._digest.hex(), self._root_fd)
+        if not self._wishes.in_slab:
+            return namespace_fd
+        files = SlabFiles(namespace_fd, self._digest, direct=False, durable=False, tally=self._tally)
+        error = files.refused(self._seat.id)
+        if error is None:
+            return namespace_fd
+        os.close(namespace_fd)
+        with contextlib.suppress(OSError):  # it was there before
+            os.rmdir(self._digest.hex(), dir_fd=self._root_fd)
+        allowed = f'"files" on this file system, which cannot give a file blocks and take them back ({error.strerror})'
+        raise bad_setting(f"{self._name}.layout", "slab", allowed, "files")
 
     def _decide_min_free(self) -> int:
         if self._wishes.min_free_nbytes is not None:
@@ -282,7 +337,7 @@ class Mount:
         found = os.fstatvfs(self._root_fd)
         free_nbytes = found.f_bavail * found.f_frsize
         capacity = (free_nbytes + ours_nbytes) // 2
-        least = least_capacity_nbytes(self._ctx.chunk_nbytes)
+        least = least_capacity_nbytes(self._ctx.chunk_nbytes, in_slab=self._wishes.in_slab)
         if capacity < least:
             raise bad_setting(f"{self._name}.root", self._wishes.root, f"on a disk with {2 * least} bytes free or ours")
         _log.info(
@@ -300,16 +355,17 @@ class Mount:
         return owners.__contains__
 
 
-def least_capacity_nbytes(chunk_nbytes: int) -> int:
-    """The smallest capacity that holds a chunk: header and payload, our lock file, an index."""
-    return PAGE_NBYTES + index_room_nbytes(1) + charge_nbytes(chunk_nbytes)
+def least_capacity_nbytes(chunk_nbytes: int, *, in_slab: bool = False) -> int:
+    """The smallest capacity that holds a chunk: header and payload, our lock file, an index, a slab's catalogue."""
+    least = PAGE_NBYTES + index_room_nbytes(1) + charge_nbytes(chunk_nbytes)
+    return least + (catalogue_nbytes(1) if in_slab else 0)
 
 
 def _refuse_small(name: str, wishes: Wishes, ctx: TierContext) -> None:
-    least = least_capacity_nbytes(ctx.chunk_nbytes)
+    least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=wishes.in_slab)
     allowed = (
         f"at least {least} bytes: one chunk of {ctx.chunk_nbytes} occupies {charge_nbytes(ctx.chunk_nbytes)}, "
-        f"lock file and index the rest"
+        f"lock file{', index and catalogue' if wishes.in_slab else ' and index'} the rest"
     )
     if wishes.capacity_nbytes is not None and wishes.capacity_nbytes < least:
         raise bad_setting(f"{name}.capacity", wishes.capacity_nbytes, allowed, least)

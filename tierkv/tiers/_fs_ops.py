@@ -5,26 +5,29 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
-from tierkv.tiers._fs_books import Books
+from tierkv.tiers._fs_books import Books, Held
 from tierkv.tiers._fs_dirs import NotRegularError
 from tierkv.tiers._fs_format import charge_nbytes, file_name, fits_a_header
 from tierkv.tiers._fs_io import NO_SPACE, ChunkFiles, CorruptFileError, Identity, LeftoverError, Tally
+from tierkv.tiers._fs_leavers import shrink_leaver
 from tierkv.tiers._fs_leftovers import Leftovers
-from tierkv.tiers._fs_list import remove_leaver
-from tierkv.tiers._fs_lookup import Lookups
-from tierkv.tiers._fs_memory import Scratch, ScratchRing
+from tierkv.tiers._fs_lookup import MOST_MOVES, Lookups
+from tierkv.tiers._fs_memory import Scratch
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_scan import Scanner
+from tierkv.tiers._fs_store import Store
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
 _log = logging.getLogger(__name__)
 
 _MISSING: Final = Status.MISSING
 _IN_THE_WAY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
+_LEAVER_PARTS: Final = 16
+"""A slab that nobody can read makes room in about so many steps: each reads its whole catalogue."""
 _DENIED_IN_A_ROW: Final = 3
 """Writes that a file system with room to spare refuses for want of it before that counts as full."""
 
@@ -36,13 +39,13 @@ class Operations:
     """
 
     def __init__(
-        self, name: str, root_fd: int, *, files: ChunkFiles, books: Books, seat: Seat, scanner: Scanner,
-        lookups: Lookups, leftovers: Leftovers, tally: Tally, n_workers: int, chunk_nbytes: int,
-        spare_nbytes: Callable[[], int],
+        self, name: str, root_fd: int, *, files: ChunkFiles, store: Store, books: Books, seat: Seat, scanner: Scanner,
+        lookups: Lookups, leftovers: Leftovers, tally: Tally, chunk_nbytes: int, spare_nbytes: Callable[[], int],
     ) -> None:  # fmt: skip
         self._name = name
         self._root_fd = root_fd
         self._files = files
+        self._store = store
         self._books = books
         self._seat = seat
         self._scanner = scanner
@@ -51,31 +54,24 @@ class Operations:
         self._tally = tally
         self._chunk_nbytes = chunk_nbytes
         self._spare_nbytes = spare_nbytes
-        self._ring = ScratchRing(n_workers)
         self._room_lock = threading.Lock()
         self._n_denied = 0
 
     def read_some(
-        self, items: Sequence[tuple[ChunkKey, memoryview]], outcomes: list[Outcome | None], indices: Iterator[int]
-    ) -> None:
+        self, items: Sequence[tuple[ChunkKey, memoryview]], outcomes: list[Outcome | None], indices: Iterable[int],
+        scratch: Scratch,
+    ) -> None:  # fmt: skip
         """One worker's part of a batch: take indices until none is left."""
-        scratch = self._ring.take()
-        try:
-            for i in indices:
-                outcomes[i] = self._read(*items[i], scratch)
-        finally:
-            self._ring.give(scratch)
+        for i in indices:
+            outcomes[i] = self.read(*items[i], scratch)
 
     def write_some(
-        self, items: Sequence[tuple[Chunk, memoryview]], outcomes: list[Outcome | None], indices: Iterator[int]
-    ) -> None:
-        """One worker's part of a batch: take indices until none is left."""
-        scratch = self._ring.take()
-        try:
-            for i in indices:
-                outcomes[i] = self._write(*items[i], scratch)
-        finally:
-            self._ring.give(scratch)
+        self, items: Sequence[tuple[Chunk, memoryview]], outcomes: list[Outcome | None], indices: Iterable[int],
+        scratch: Scratch,
+    ) -> None:  # fmt: skip
+        """One worker's part of a batch, each chunk into a file: take indices until none is left."""
+        for i in indices:
+            outcomes[i] = self._write(*items[i], scratch)
 
     def delete_some(self, keys: Sequence[ChunkKey], errors: dict[ChunkKey, OSError], indices: Iterator[int]) -> None:
         """One worker's part of a batch; ``errors`` takes what could not be removed."""
@@ -85,19 +81,29 @@ class Operations:
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [found is not None for found in self._lookups.probe(keys)]
 
-    def _read(self, key: ChunkKey, buffer: memoryview, scratch: Scratch) -> Outcome:
+    def read(self, key: ChunkKey, buffer: memoryview, scratch: Scratch) -> Outcome:
+        """Fill the buffer, or say why not."""
+        for _ in range(MOST_MOVES):
+            held = self._books.get(key)
+            outcome = self._read(key, held, buffer, scratch)
+            if outcome.status is not _MISSING or self._books.get(key) == held:
+                return outcome
+            # It was written anew in another slot while we looked into the earlier one.
+        return Outcome(key, _MISSING)
+
+    def _read(self, key: ChunkKey, held: Held | None, buffer: memoryview, scratch: Scratch) -> Outcome:
         for owner in self._lookups.owners_of(key):
             ours = self._seat.slot_of(owner) is not None
             try:
-                self._files.read(key, _as_bytes(buffer), owner, scratch, touch=ours)
+                self._store.read(key, owner, held, as_bytes(buffer), scratch, touch=ours)
             except FileNotFoundError:
-                self._forget(key, owner, "vanished")
+                self._forget(key, owner, held, "vanished")
             except NotRegularError:
                 if ours:
-                    self._put_away(key, owner, None)
-                self._forget(key, owner, "not_regular")
+                    self._put_away(key, owner, held, None)
+                self._forget(key, owner, held, "not_regular")
             except CorruptFileError as error:
-                return self._corrupt(key, owner, error)
+                return self._corrupt(key, owner, held, error)
             except (ChunkSizeError, OSError) as error:
                 self._tally.add("failed_reads")
                 return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierReadError, self._name, key, error))
@@ -106,50 +112,69 @@ class Operations:
         return Outcome(key, _MISSING)
 
     def _write(self, chunk: Chunk, buffer: memoryview, scratch: Scratch) -> Outcome:
-        key = chunk.key
-        if len(buffer) < chunk.nbytes:
-            error = ChunkSizeError(f"{self._name}: a buffer of {len(buffer)} bytes for a chunk of {chunk.nbytes}")
-            return Outcome(key, Status.FAILED, Reason.TIER_ERROR, error)
+        refused = self.unfit(chunk, buffer)
+        if refused is not None:
+            return refused
         charge = charge_nbytes(chunk.nbytes)
-        refusal = self._refusal(chunk, charge)
+        refusal = self._refusal(charge)
         if refusal is not None:
-            return Outcome(key, Status.REFUSED, refusal)
+            return Outcome(chunk.key, Status.REFUSED, refusal)
         try:
             owner = self._seat.id
-            self._leftovers.settle(file_name(key, owner))
-            self._files.write(chunk, _as_bytes(buffer), owner, scratch)
+            self._leftovers.settle(file_name(chunk.key, owner))
+            self._files.write(chunk, as_bytes(buffer), owner, scratch)
         except OSError as error:
             if isinstance(error, LeftoverError):
                 self._leftovers.add(error.leaf, error.name, error.names, charge)
             self._books.abort_write(charge)
-            if error.errno in NO_SPACE:
-                self._no_room(charge)
-                return Outcome(key, Status.REFUSED, Reason.NO_SPACE)
-            self._tally.add("failed_writes")
-            return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierWriteError, self._name, key, error))
+            return self.failed_write(chunk.key, charge, error)
         except BaseException:
             self._books.abort_write(charge)
             raise
+        return self.written(chunk.key, owner, charge, None)
+
+    def unfit(self, chunk: Chunk, buffer: memoryview) -> Outcome | None:
+        """Why this chunk is not taken, whatever room there is."""
+        if len(buffer) < chunk.nbytes:
+            error = ChunkSizeError(f"{self._name}: a buffer of {len(buffer)} bytes for a chunk of {chunk.nbytes}")
+            return Outcome(chunk.key, Status.FAILED, Reason.TIER_ERROR, error)
+        if chunk.nbytes > self._chunk_nbytes or not fits_a_header(chunk):
+            return Outcome(chunk.key, Status.REFUSED, Reason.TOO_LARGE)
+        if not self._scanner.writable:
+            return Outcome(chunk.key, Status.REFUSED, Reason.SCANNING)
+        return None
+
+    def failed_write(self, key: ChunkKey, charge: int, error: OSError) -> Outcome:
+        """What the file system said; nothing is left behind, and nothing charged."""
+        if error.errno in NO_SPACE:
+            self._no_room(charge)
+            return Outcome(key, Status.REFUSED, Reason.NO_SPACE)
+        self._tally.add("failed_writes")
+        return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierWriteError, self._name, key, error))
+
+    def written(self, key: ChunkKey, owner: str, charge: int, at: int | None) -> Outcome:
+        """The chunk is whole and can be found: count it, and put an earlier copy away that lies elsewhere."""
         slot = self._seat.slot_of(owner)
         assert slot is not None
-        held = self._books.get(key)
-        if held is not None and held.slot != slot:
-            self._put_away(key, self._seat.ids[held.slot], None)  # its earlier copy, from a dead owner
-        self._books.end_write(key, slot, owner, charge)
+        old = self._books.end_write(key, slot, owner, charge, at)
+        if old is not None:
+            elsewhere = (old.slot, old.at) != (slot, at)
+            if elsewhere and self._put_away(key, self._seat.ids[old.slot], old, None) is None:
+                self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
+            self._books.abort_write(old.nbytes)
         self._n_denied = 0
         self._lookups.found(key)
         return Outcome(key, Status.OK)
 
-    def _refusal(self, chunk: Chunk, charge: int) -> Reason | None:
-        """Why this chunk is not taken; None once its bytes are charged."""
-        if chunk.nbytes > self._chunk_nbytes or not fits_a_header(chunk):
-            return Reason.TOO_LARGE
-        if not self._scanner.writable:
-            return Reason.SCANNING
+    def _refusal(self, charge: int) -> Reason | None:
+        """Why there is no room for a file; None once its bytes are charged."""
         if self._spare_nbytes() < charge:
             self._no_room(charge)
             return Reason.NO_SPACE
-        return None if self._charge(charge) else Reason.FULL
+        while not self._books.start_write(charge):
+            if not self.make_room():
+                return Reason.FULL
+        return None
 
     def _no_room(self, charge: int) -> None:
         """The file system is full: hold no more than we do, so that the ledger makes room within its share.
@@ -164,48 +189,50 @@ class Operations:
         elif self._n_denied >= _DENIED_IN_A_ROW:
             self._books.grow_by_at_most(0)
 
-    def _charge(self, nbytes: int) -> bool:
-        """Charge a file before it is made; files that nobody alive can read make room for it."""
-        while not self._books.start_write(nbytes):
-            with self._room_lock:
-                if not self._books.leavers:
-                    return False
-                leaver = self._books.leavers.popleft()
-                if not remove_leaver(self._root_fd, leaver):
-                    self._books.leavers.append(leaver)
-                    return False
-                self._books.drop_leaver(leaver)
-                self._tally.add("leavers_removed")
-        return True
+    def make_room(self) -> bool:
+        """Remove a file that nobody alive can read, or a part of such a slab; False if there is none, or it stays."""
+        with self._room_lock:
+            if not self._books.leavers:
+                return False
+            leaver = self._books.leavers.popleft()
+            left = shrink_leaver(self._root_fd, leaver, max(self._chunk_nbytes, leaver.nbytes // _LEAVER_PARTS))
+            if left is leaver:
+                self._books.leavers.append(leaver)
+                return False
+            if left is not None:
+                self._books.add_leaver(left, first=True)
+            self._books.drop_leaver(leaver)
+            self._tally.add("leavers_removed")
+            return True
 
     def _delete(self, key: ChunkKey, errors: dict[ChunkKey, OSError]) -> None:
         for owner in self._lookups.owners_of(key):
             if self._seat.slot_of(owner) is None:
                 continue  # another owner's: we forget it, that owner keeps it
-            known = self._books.get(key) is not None
-            if not known and not self._books.claim(key, owner):
+            held = self._books.get(key)
+            if held is None and not self._books.claim(key, owner):
                 continue
             try:
-                removed = self._files.remove(key, owner)
+                removed = self._store.remove(key, owner, held)
             except OSError as error:
                 if error.errno not in _IN_THE_WAY:
                     self._tally.add("failed_deletes")
                     errors[key] = error.with_traceback(None)
                     continue
                 removed = False  # a directory with something in it: ours is gone, and that is somebody's
-            if known:
-                self._books.drop(key, owner)
+            if held is not None:
+                self._books.drop(key, owner, held)
                 self._tally.add("deleted" if removed else "vanished")
 
-    def _corrupt(self, key: ChunkKey, owner: str, error: CorruptFileError) -> Outcome:
+    def _corrupt(self, key: ChunkKey, owner: str, held: Held | None, error: CorruptFileError) -> Outcome:
         if self._seat.slot_of(owner) is None:
             self._lookups.shun(key, owner, error.identity)
         else:
-            removed = self._put_away(key, owner, error.identity)
+            removed = self._put_away(key, owner, held, error.identity)
             if removed is False:
                 return Outcome(key, _MISSING)  # another read found it first, or a write has replaced it
-            if removed:
-                self._books.drop(key, owner)
+            if removed and held is not None:
+                self._books.drop(key, owner, held)
         count = self._tally.add("corrupt")
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ... : a dying disk must not fill the log too
             # Not the exception itself: its traceback holds the slot's buffer for as long as somebody keeps the record.
@@ -213,20 +240,21 @@ class Operations:
         cause = CorruptChunkError(self._name, str(error), [key])
         return Outcome(key, Status.CORRUPT, Reason.CORRUPT, cause)
 
-    def _put_away(self, key: ChunkKey, owner: str, identity: Identity | None) -> bool | None:
+    def _put_away(self, key: ChunkKey, owner: str, held: Held | None, identity: Identity | None) -> bool | None:
         """Remove what lies at a path of ours; False if it is gone or another file by now, None if it cannot be."""
         try:
-            return self._files.remove(key, owner, identity=identity)
+            return self._store.remove(key, owner, held, identity=identity)
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, error)
             return None
 
-    def _forget(self, key: ChunkKey, owner: str, why: str) -> None:
-        if self._seat.slot_of(owner) is not None and self._books.drop(key, owner) is not None:
+    def _forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:
+        if held is not None and self._books.drop(key, owner, held) is not None:
             self._tally.add(why)
+            self._store.reclaim(owner, held)
 
 
-def _as_bytes(buffer: memoryview) -> memoryview:
+def as_bytes(buffer: memoryview) -> memoryview:
     return buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
 
 

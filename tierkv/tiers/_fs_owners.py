@@ -81,6 +81,11 @@ class Seat:
         self._dead_since: dict[str, float] = {}
 
     @property
+    def wish_nbytes(self) -> int:
+        """What we want the root's capacity to be."""
+        return self._wish_nbytes
+
+    @property
     def exclusive(self) -> bool:
         """True where flock does not work: then this process must be the only one on the root."""
         return self._locks.exclusive
@@ -190,6 +195,16 @@ class Seat:
             return False
         self.id, self._next_id = self._next_id, None
         return True
+
+    def take_orphan(self, owner: str) -> bool:
+        """Hold an id whose lock file is gone, by a new one; False if somebody has made it anew."""
+        with self._locks.root_locked():
+            if len(self.ids) >= MAX_IDS or self._locks.exists(owner):
+                return False
+            with contextlib.suppress(FileExistsError):
+                self._seat_id(owner, self._namespace, self._locks.make(owner))
+                return True
+            return False
 
     def release(self, owner: str) -> None:
         """Give up an id that no file carries any more, and its lock file with it."""

@@ -15,15 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, cast
 
 from tierkv.errors import TierError
-from tierkv.tiers._fs_books import Books, Leaver
+from tierkv.tiers._fs_books import Books, Held, Leaver
 from tierkv.tiers._fs_dirs import NotRegularError, open_directory
 from tierkv.tiers._fs_feed import BATCH, Feed, Listed
 from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES, file_name, leaf_of
 from tierkv.tiers._fs_index import BadIndexError, Index, index_nbytes, read_index
-from tierkv.tiers._fs_io import ChunkFiles, Tally
+from tierkv.tiers._fs_io import Tally
+from tierkv.tiers._fs_leavers import shrink_leaver
 from tierkv.tiers._fs_leftovers import Leftovers
-from tierkv.tiers._fs_list import Hints, Lister, leaf_opened, leaf_times_ns, listed_in, namespaces, remove_leaver
+from tierkv.tiers._fs_list import Hints, Lister, leaf_opened, leaf_times_ns, listed_in, namespaces
 from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs_slabs import Slabs
+from tierkv.tiers._fs_store import Store
+from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
 
@@ -48,14 +52,16 @@ class Scanner:
     """
 
     def __init__(
-        self, name: str, root_fd: int, *, digest: bytes, files: ChunkFiles, books: Books, seat: Seat, feed: Feed,
-        leftovers: Leftovers, tally: Tally, gate: Gate | None, refresh: Callable[[], None], index_room_nbytes: int,
+        self, name: str, root_fd: int, *, digest: bytes, store: Store, slabs: Slabs, books: Books, seat: Seat,
+        feed: Feed, leftovers: Leftovers, tally: Tally, gate: Gate | None, refresh: Callable[[], None],
+        index_room_nbytes: int,
     ) -> None:  # fmt: skip
         self.writable = False
         self._name = name
         self._root_fd = root_fd
         self._digest = digest
-        self._files = files
+        self._store = store
+        self._slabs = slabs
         self._books = books
         self._seat = seat
         self._feed = feed
@@ -107,6 +113,8 @@ class Scanner:
     def _scan(self, owners: list[str], trusted: list[str] | None) -> None:
         """Count the files of ``owners``; at open also those of the ``trusted``, which are trimmed and handed back."""
         first = trusted is not None
+        if first:
+            owners = [*owners, *self._orphaned_slabs({*owners, *(trusted or ())})]
         everybody = [*owners, *(trusted or ())]
         indexes = self._read_indexes(owners, trusted or ())
         listed: list[Listed] = []
@@ -128,6 +136,22 @@ class Scanner:
         self._books.end_scan(sum(self._seat.reserved_of.pop(owner, 0) for owner in owners))
         self._release_empty(owners, listed, leavers)
 
+    def _orphaned_slabs(self, known: set[str]) -> list[str]:
+        """Ids with a slab of our namespace and no lock file: they are ours from now on."""
+        strangers = self._slabs.owners() - known - set(self._seat.foreign_ids)
+        if strangers:
+            self._wait()  # an owner that lives makes its lock file anew
+        taken = []
+        for owner in sorted(strangers):
+            if self._seat.has_lock_file(owner):
+                continue
+            if self._slabs.take_over(owner):
+                self._tally.add("orphans")
+            elif self._seat.take_orphan(owner):
+                self._tally.add("orphans")
+                taken.append(owner)
+        return taken
+
     def _wait(self) -> None:
         if self._stop.wait(_TWO_HEARTBEATS_S):
             raise ScanStoppedError
@@ -146,15 +170,44 @@ class Scanner:
         return indexes
 
     def _list_mine(self, lister: Lister, indexes: list[Index], owners: list[str]) -> list[Listed]:
-        """Our namespace's files, coldest first."""
+        """Our namespace's chunks, one a key, coldest first."""
+        hints = Hints(indexes, owners)
+        listed = self._list_files(lister, indexes, owners, hints)
+        in_slabs = self._list_slabs(owners, hints)
+        if in_slabs:
+            for item in listed:
+                self._keep_better(in_slabs, item)
+            listed = list(in_slabs.values())
+        return in_order(listed)
+
+    def _list_slabs(self, owners: list[str], hints: Hints) -> dict[ChunkKey, Listed]:
+        found: dict[ChunkKey, Listed] = {}
+        for owner in owners:
+            if self._gate is not None and owner in self._slabs.owners():
+                self._gate(0, 1)
+            for slab, rows in self._slabs.load(owner):
+                if self._stop.is_set():
+                    raise ScanStoppedError
+                for row in rows:
+                    self._keep_better(found, hints.about_row(row, owner, slab.slot_nbytes))
+        return found
+
+    def _keep_better(self, found: dict[ChunkKey, Listed], item: Listed) -> None:
+        """A key that was written anew may have its earlier copy still, if a kill came in between."""
+        other = found.setdefault(item.key, item)
+        if other is not item:
+            item, worse = (item, other) if item.order >= other.order else (other, item)
+            found[item.key] = item
+            self._remove(worse)
+
+    def _list_files(self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints) -> list[Listed]:
         trusts_any = bool(indexes) and set(owners) <= {owner for index in indexes for owner in index.covers}
         listed: list[Listed] = []
         namespace_fd = open_directory(self._digest.hex(), self._root_fd)
         try:
             if trusts_any and len(indexes) == 1 and indexes[0].leaf_times_ns == leaf_times_ns(namespace_fd):
                 self._tally.add("leaves_from_index", sum(map(bool, indexes[0].leaf_times_ns.values())))
-                return [item for item in listed_in(indexes[0]) if item.owner in owners]
-            hints = Hints(indexes, owners)
+                return [item for item in listed_in(indexes[0]) if item.owner in owners and item.at is None]
             for leaf in self._leaves(namespace_fd):
                 with leaf_opened(leaf, namespace_fd) as leaf_fd:
                     if leaf_fd is None:
@@ -166,7 +219,7 @@ class Scanner:
                         listed += lister.chunks(leaf, leaf_fd, hints)
         finally:
             os.close(namespace_fd)
-        return in_order(listed)
+        return listed
 
     def _list_other(self, lister: Lister, namespace: str) -> Iterator[Leaver]:
         try:
@@ -174,6 +227,7 @@ class Scanner:
         except (FileNotFoundError, NotRegularError):
             return
         try:
+            yield from lister.slab_leavers(namespace, namespace_fd)
             for leaf in self._leaves(namespace_fd, gated=False):
                 with leaf_opened(leaf, namespace_fd) as leaf_fd:
                     if leaf_fd is not None:
@@ -205,7 +259,7 @@ class Scanner:
             held, slot = self._books.get(item.key), self._seat.slot_of(item.owner)
             if held is None or slot is None:
                 fresh.append(item)
-            elif held.slot != slot:
+            elif (held.slot, held.at) != (slot, item.at):
                 self._remove(item)
         return fresh
 
@@ -216,12 +270,12 @@ class Scanner:
 
         Returns what is ours.
         """
-        # Each gets room for an index as large as ours may be: whoever takes the id will set as much aside.
-        other_nbytes = {o: PAGE_NBYTES + max(index_nbytes(self._root_fd, o), self._index_room_nbytes) for o in trusted}
-        # But no room for one that has no files, such as a newcomer that died before it had any: it ends below.
-        kept_nbytes = sum(other_nbytes.get(o, 0) for o in {i.owner for i in listed} | {i.owner for i in leavers})
-        excess = self._books.counted_nbytes + kept_nbytes
-        excess += _total_nbytes(listed, leavers) - self._seat.room_nbytes()
+        other_nbytes, excess = self._excess(trusted, listed, leavers)
+        if excess > 0:
+            for owner in trusted:
+                self._slabs.give_back_idle(owner)
+            self._slabs.give_back(excess)
+            other_nbytes, excess = self._excess(trusted, listed, leavers)
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
         with_files = set()
@@ -229,16 +283,38 @@ class Scanner:
             if owner in other_nbytes:
                 other_nbytes[owner] += nbytes
                 with_files.add(owner)
+        for owner in trusted:
+            if owner not in with_files:
+                self._slabs.retire(owner)
         if trusted:
             self._seat.hand_back({owner: other_nbytes[owner] for owner in with_files})
+        for owner in trusted:
+            self._slabs.forget(owner)
         ours = set(self._seat.held_ids())
         return [i for i in listed if i.owner in ours], [i for i in leavers if i.owner in ours]
+
+    def _excess(self, trusted: list[str], listed: list[Listed], leavers: list[Leaver]) -> tuple[dict[str, int], int]:
+        """What each dead owner occupies besides chunks, and what all of them and we hold beyond the root's room."""
+        # Each gets room for an index as large as ours may be: whoever takes the id will set as much aside.
+        besides_nbytes = {
+            owner: PAGE_NBYTES
+            + max(index_nbytes(self._root_fd, owner), self._index_room_nbytes)
+            + self._slabs.besides_nbytes(owner)
+            for owner in trusted
+        }
+        # But no room for one that has no files, such as a newcomer that died before it had any: it ends.
+        with_files = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
+        excess = self._books.counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
+        return besides_nbytes, excess + _total_nbytes(listed, leavers) - self._seat.room_nbytes()
 
     def _enter(self, listed: list[Listed], leavers: list[Leaver], limit_nbytes: int) -> None:
         """Trim ours to the limit, coldest first, then count what stays and announce it."""
         books = self._books
         listed = self._without_known(listed)  # once more: probes go on
         excess = _total_nbytes(listed, leavers) + books.counted_nbytes - limit_nbytes
+        if excess > 0:
+            self._slabs.give_back(excess)
+            excess = _total_nbytes(listed, leavers) + books.counted_nbytes - limit_nbytes
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
         for leaver in leavers:
@@ -248,7 +324,7 @@ class Scanner:
         staying: list[Listed] = []
         for at in range(0, len(listed), BATCH):
             batch = listed[at : at + BATCH]
-            added = books.add_all((i.key, cast("int", slots[i.owner]), i.owner, i.nbytes) for i in batch)
+            added = books.add_all((i.key, cast("int", slots[i.owner]), i.owner, i.nbytes, i.at) for i in batch)
             staying += (item for item, is_there in zip(batch, added, strict=True) if is_there)
         self._feed.put(staying)
 
@@ -269,16 +345,17 @@ class Scanner:
     def _trim_leavers(self, leavers: list[Leaver], excess: int) -> tuple[list[Leaver], int]:
         staying = []
         for leaver in leavers:
-            if excess > 0 and remove_leaver(self._root_fd, leaver):
+            left = shrink_leaver(self._root_fd, leaver, excess) if excess > 0 else leaver
+            if left is not leaver:
                 self._tally.add("trimmed")
-                excess -= leaver.nbytes
-            else:
-                staying.append(leaver)
+                excess -= leaver.nbytes - (0 if left is None else left.nbytes)
+            staying += [] if left is None else [left]
         return staying, excess
 
     def _remove(self, item: Listed) -> None:
         try:
-            self._files.remove(item.key, item.owner)
+            held = Held(0, item.nbytes, item.at)  # the slot is the owner's, and that is told beside it
+            self._store.remove(item.key, item.owner, held, keep_slot=False)
         except OSError as error:
             _log.warning("%s: cannot remove a chunk file to make room: %s", self._name, error)
             name = file_name(item.key, item.owner)
@@ -288,7 +365,7 @@ class Scanner:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
         used |= {self._seat.ids[slot] for slot in self._books.slots()}
         for owner in owners:
-            if owner not in used and owner not in self._seat.own_ids:
+            if owner not in used and owner not in self._seat.own_ids and self._slabs.retire(owner):
                 self._seat.release(owner)
 
 

@@ -1,0 +1,221 @@
+"""The catalogue of a slab: which key lies in which slot. A small file beside the slab, of rows in buckets by key.
+
+::
+
+    root/<namespace digest>/<owner id>.<slot bytes, hex>.slab    the slots: header, payload, whatever was there before
+    root/<namespace digest>/<owner id>.<slot bytes, hex>.slots   a head of one page, then pages of 32 rows
+
+A row is what a file's name is in the file layout: while it stands, its slot holds that key's whole chunk. It is written
+after the slot and cleared before the slot is used again, each in one small ``pwrite`` through the page cache, which
+outlives the process. So a slot that a kill left half-written has no row, and a chunk that was deleted stays deleted.
+
+Any process finds a key by reading the page of its bucket. A bucket that is full lends from the next ones; whoever looks
+for a key goes on past full buckets only, so a row can hide behind one that has become free since: a miss for other
+processes, and of no account to the owner, who knows all rows.
+
+It is read and written, never mapped: a mapped file that somebody cuts short ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from tierkv.tiers._fs_format import MAX_KEY_NBYTES, PAGE_NBYTES, VERSION, padded_nbytes
+from tierkv.types import ChunkKey
+
+SLAB: Final = "slab"
+SLOTS: Final = "slots"
+PART: Final = ".part"
+_NAME = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{4,12})\.(slab|slots)(\.part)?")
+
+# checksum of the rest, slot, when it was last used (tenths of a second since the base), length of the key, key
+_ROW = struct.Struct(f"<IIIB{MAX_KEY_NBYTES}s")
+ROW_NBYTES: Final[int] = _ROW.size
+_AT_LENGTH: Final = 12
+_AT_KEY: Final = 13
+ROWS_A_BUCKET: Final = PAGE_NBYTES // ROW_NBYTES
+_NO_ROW: Final = bytes(ROW_NBYTES)
+_MOST_BUCKETS: Final = 64
+"""How far a row may lie from its bucket; a reader gives up after so many full ones."""
+
+_MAGIC: Final = b"tierkv-slots\r\n\0\0"
+# magic, version, slot bytes, number of buckets, base time in Unix seconds, namespace digest, checksum
+_HEAD = struct.Struct("<16sH6xQQQ16s")
+_EARLIER_S: Final = 100_000_000
+"""The base lies three years before the catalogue was made: what it takes over may be older than itself."""
+_PIECE: Final = 256
+"""Buckets that are read at once."""
+
+
+class BadCatalogueError(Exception):
+    """Not a catalogue of ours, or not whole."""
+
+
+class SlabName(NamedTuple):
+    """A file of a slab, by its name."""
+
+    owner: str
+    slot_nbytes: int
+    kind: str
+    is_part: bool
+
+
+class Row(NamedTuple):
+    """One chunk of a slab."""
+
+    place: int
+    """Number of the row."""
+    slot: int
+    used_s: float
+    """When it was written, or lately read; Unix seconds, to a tenth."""
+    key: ChunkKey
+
+
+def slab_name(owner: str, slot_nbytes: int, kind: str) -> str:
+    return f"{owner}.{slot_nbytes:04x}.{kind}"
+
+
+def parse_slab_name(name: str) -> SlabName | None:
+    """The parts of the name of a slab's file, or None if it is none of ours."""
+    match = _NAME.fullmatch(name)
+    if match is None or f"{int(match[2], 16):04x}" != match[2] or int(match[2], 16) % PAGE_NBYTES:
+        return None
+    parsed = SlabName(match[1], int(match[2], 16), match[3], match[4] is not None)
+    return parsed if parsed.slot_nbytes or parsed.is_part else None
+
+
+def allocated_nbytes(found: os.stat_result) -> int:
+    """What a slab's file occupies, holes left out."""
+    return padded_nbytes(min(found.st_size, found.st_blocks * 512))
+
+
+def n_buckets_for(n_slots: int) -> int:
+    """Buckets for so many slots: half as many rows again, so that few buckets are full."""
+    return max(1, -(-n_slots * 3 // (2 * ROWS_A_BUCKET)))
+
+
+def catalogue_nbytes(n_slots: int) -> int:
+    """What the catalogue of a slab of so many slots occupies."""
+    return PAGE_NBYTES * (1 + n_buckets_for(n_slots))
+
+
+class Catalogue:
+    """An open catalogue. The descriptor is the caller's.
+
+    Concurrency: ``find`` from any thread and process; the rest under the slab's lock.
+    """
+
+    def __init__(self, fd: int, slot_nbytes: int, digest: bytes) -> None:
+        """Raises BadCatalogueError, OSError."""
+        page = os.pread(fd, PAGE_NBYTES, 0)
+        if len(page) < PAGE_NBYTES or page[_HEAD.size : _HEAD.size + 4] != _sum(page[: _HEAD.size]):
+            raise BadCatalogueError("no whole head")
+        magic, version, its_slot_nbytes, n_buckets, base_s, its_digest = _HEAD.unpack_from(page)
+        if (magic, version, its_slot_nbytes, its_digest) != (_MAGIC, VERSION, slot_nbytes, digest):
+            raise BadCatalogueError("another format, slot or namespace")
+        if n_buckets < 1 or os.fstat(fd).st_size != PAGE_NBYTES * (1 + n_buckets):
+            raise BadCatalogueError("length")
+        self.n_buckets: int = n_buckets
+        self.nbytes = PAGE_NBYTES * (1 + n_buckets)
+        self._fd = fd
+        self._base_s: int = base_s
+        self._taken = bytearray(n_buckets * ROWS_A_BUCKET)
+
+    @property
+    def n_slots(self) -> int:
+        """Most slots that it is meant for."""
+        return max(1, self.n_buckets * ROWS_A_BUCKET * 2 // 3)
+
+    def find(self, key: ChunkKey) -> Row | None:
+        """The key's row; None if it has none, or none that can be found from here."""
+        bucket = self._bucket(key)
+        for _ in range(min(self.n_buckets, _MOST_BUCKETS)):
+            page = os.pread(self._fd, PAGE_NBYTES, PAGE_NBYTES * (1 + bucket))
+            at = page.find(key)
+            while at >= 0:
+                row = self._unpack(page, at - _AT_KEY, bucket * ROWS_A_BUCKET) if at % ROW_NBYTES == _AT_KEY else None
+                if row is not None and row.key == key:
+                    return row
+                at = page.find(key, at + 1)
+            if len(page) < PAGE_NBYTES or 0 in page[_AT_LENGTH::ROW_NBYTES]:
+                return None
+            bucket = (bucket + 1) % self.n_buckets
+        return None
+
+    def row(self, place: int) -> Row | None:
+        """What stands there now; None if nothing."""
+        data = os.pread(self._fd, ROW_NBYTES, PAGE_NBYTES + place * ROW_NBYTES)
+        return self._unpack(data, 0, place) if len(data) == ROW_NBYTES else None
+
+    def put(self, key: ChunkKey, slot: int, used_s: float | None = None) -> int:
+        """Write a row, as of now or of ``used_s``, and return its place. From now on the slot's chunk can be found.
+
+        Raises OSError: there is no row.
+        """
+        first = self._bucket(key) * ROWS_A_BUCKET
+        place = self._taken.find(0, first)
+        if place < 0:
+            place = self._taken.find(0)
+        assert place >= 0, "there are more rows than slots"
+        self.put_at(place, key, slot, used_s)
+        self._taken[place] = 1
+        return place
+
+    def put_at(self, place: int, key: ChunkKey, slot: int, used_s: float | None = None) -> None:
+        """Write a row that is known to be the key's, or nobody's. Raises OSError."""
+        used_s = time.time() if used_s is None else used_s
+        tenths = min(max(0, int((used_s - self._base_s) * 10)), 0xFFFFFFFF)
+        data = _ROW.pack(0, slot, tenths, len(key), key)
+        self._pwrite(_sum(data[4:]) + data[4:], place)
+
+    def clear(self, place: int) -> None:
+        """Nobody's row any more. Raises OSError, and then it stands."""
+        self._pwrite(_NO_ROW, place)
+        self._taken[place] = 0
+
+    def rows(self) -> Iterator[list[Row]]:
+        """All rows, in pieces; what is no whole row is cleared. Marks them as taken."""
+        for bucket in range(0, self.n_buckets, _PIECE):
+            n = min(_PIECE, self.n_buckets - bucket)
+            data = os.pread(self._fd, n * PAGE_NBYTES, PAGE_NBYTES * (1 + bucket))
+            if len(data) < n * PAGE_NBYTES:
+                raise BadCatalogueError("length")
+            piece = []
+            for i, length in enumerate(data[_AT_LENGTH::ROW_NBYTES]):
+                place = bucket * ROWS_A_BUCKET + i
+                row = self._unpack(data, i * ROW_NBYTES, place - i) if length else None
+                if row is not None:
+                    self._taken[place] = 1
+                    piece.append(row)
+                elif data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
+                    self.clear(place)
+            yield piece
+
+    def _bucket(self, key: ChunkKey) -> int:
+        return zlib.crc32(key) % self.n_buckets
+
+    def _unpack(self, data: bytes, at: int, first: int) -> Row | None:
+        _, slot, tenths, length, key = _ROW.unpack_from(data, at)
+        if not 0 < length <= MAX_KEY_NBYTES or data[at : at + 4] != _sum(data[at + 4 : at + ROW_NBYTES]):
+            return None
+        return Row(first + at // ROW_NBYTES, slot, self._base_s + tenths * 0.1, ChunkKey(key[:length]))
+
+    def _pwrite(self, row: bytes, place: int) -> None:
+        # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
+        os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES)
+
+
+def head_of(slot_nbytes: int, n_buckets: int, digest: bytes) -> bytes:
+    """The first page of a new catalogue, whose rows are zeros."""
+    head = _HEAD.pack(_MAGIC, VERSION, slot_nbytes, n_buckets, max(0, int(time.time()) - _EARLIER_S), digest)
+    return (head + _sum(head)).ljust(PAGE_NBYTES, b"\0")
+
+
+def _sum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")

@@ -1,0 +1,163 @@
+"""The two files of a slab: make them, open them, mend them, remove them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tierkv.tiers._fs_catalogue import (
+    PART,
+    SLAB,
+    SLOTS,
+    BadCatalogueError,
+    Catalogue,
+    catalogue_nbytes,
+    head_of,
+    n_buckets_for,
+    parse_slab_name,
+    slab_name,
+)
+from tierkv.tiers._fs_dirs import unlink_quietly
+from tierkv.tiers._fs_format import PLAIN, Sums
+from tierkv.tiers._fs_holes import UNSUPPORTED, allocate, punch
+from tierkv.tiers._fs_io import Tally
+from tierkv.tiers._fs_slab import SAFE, Slab, open_regular
+from tierkv.types import ChunkKey
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SlabFiles:
+    """The slabs of one namespace as files.
+
+    Concurrency: one thread at a time for each owner.
+    """
+
+    dir_fd: int
+    digest: bytes
+    direct: bool
+    durable: bool
+    tally: Tally
+    sums: Sums = PLAIN
+
+    def listed(self) -> set[tuple[str, int]]:
+        """(owner, slot bytes) of every slab here, whole or not."""
+        names = map(parse_slab_name, os.listdir(self.dir_fd))
+        return {(name.owner, name.slot_nbytes) for name in names if name is not None}
+
+    def open(self, owner: str, slot_nbytes: int) -> Slab:
+        """Raises BadCatalogueError, OSError: it cannot be used as it is."""
+        file = open_regular(slab_name(owner, slot_nbytes, SLOTS), self.dir_fd)
+        catalogue = Catalogue(file.fd, slot_nbytes, self.digest)
+        return Slab(
+            owner, slot_nbytes, slab_name(owner, slot_nbytes, SLAB), self.dir_fd, catalogue_file=file,
+            catalogue=catalogue, direct=self.direct, tally=self.tally,
+        )  # fmt: skip
+
+    def make(self, owner: str, slot_nbytes: int, n_slots: int) -> Slab:
+        """A new slab without slots, for at most so many. Raises OSError, and then nothing is left behind."""
+        name = slab_name(owner, slot_nbytes, SLAB)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.dir_fd)
+        try:
+            _make_private(fd)
+            self._write_catalogue(owner, slot_nbytes, n_slots, ())
+            return self.open(owner, slot_nbytes)
+        except BadCatalogueError as error:
+            self.remove(owner, slot_nbytes)
+            raise OSError(errno.EIO, str(error)) from None
+        except BaseException:
+            self.remove(owner, slot_nbytes)
+            raise
+        finally:
+            os.close(fd)
+
+    def mend(self, owner: str, slot_nbytes: int, n_slots: int) -> Slab:
+        """Write the catalogue of a slab anew, by what its slots say of themselves.
+
+        Raises OSError: the slab itself is no use either.
+        """
+        slab = open_regular(slab_name(owner, slot_nbytes, SLAB), self.dir_fd)
+        n_there = os.fstat(slab.fd).st_size // slot_nbytes
+        self._write_catalogue(owner, slot_nbytes, max(1, n_slots, n_there), ())
+        opened = self.open(owner, slot_nbytes)
+        n_found = 0
+        for slot in range(opened.n_slots):
+            header = opened.header(slot, self.sums)
+            if header is not None and header.namespace_digest == self.digest:
+                opened.catalogue.put(header.chunk.key, slot, 0.0)
+                n_found += 1
+        _log.warning("slab of owner %s: its catalogue was lost and written anew with %d chunks", owner, n_found)
+        return opened
+
+    def resize(self, slab: Slab, n_slots: int) -> Slab:
+        """The same slab with a catalogue for ``n_slots``; ``slab`` is of no use any more. Raises OSError."""
+        rows = [(row.key, row.slot, row.used_s) for piece in slab.catalogue.rows() for row in piece]
+        self._write_catalogue(slab.owner, slab.slot_nbytes, max(n_slots, slab.n_slots), rows)
+        return self.open(slab.owner, slab.slot_nbytes)
+
+    def rename(self, owner: str, to: str, slot_nbytes: int) -> None:
+        """Another owner's from now on. Raises OSError."""
+        for kind in (SLAB, SLOTS):
+            old, new = slab_name(owner, slot_nbytes, kind), slab_name(to, slot_nbytes, kind)
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(old, new, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
+
+    def remove(self, owner: str, slot_nbytes: int) -> None:
+        """The catalogue first: without it the slots are nothing to anybody but ``mend``."""
+        for kind in (SLOTS, SLOTS + PART, SLAB):
+            unlink_quietly(slab_name(owner, slot_nbytes, kind), self.dir_fd)
+
+    def tidy(self, owner: str, slot_nbytes: int) -> None:
+        """Remove what a process that was killed had not finished."""
+        for kind in (SLAB, SLOTS):
+            unlink_quietly(slab_name(owner, slot_nbytes, kind) + PART, self.dir_fd)
+
+    def refused(self, owner: str) -> OSError | None:
+        """Why this file system cannot hold slabs; None if it can, or if nothing could be tried."""
+        name = f"{owner}.0000.{SLAB}{PART}"
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=self.dir_fd)
+            try:
+                allocate(fd, 0, 8192)
+                punch(fd, 0, 4096)
+            except OSError as error:
+                return error if error.errno in UNSUPPORTED else None
+            finally:
+                os.close(fd)
+                unlink_quietly(name, self.dir_fd)
+        return None
+
+    def _write_catalogue(
+        self, owner: str, slot_nbytes: int, n_slots: int, rows: Iterable[tuple[ChunkKey, int, float]]
+    ) -> None:
+        """A whole catalogue in place of the one that is there, or none."""
+        name = slab_name(owner, slot_nbytes, SLOTS)
+        unlink_quietly(name + PART, self.dir_fd)
+        fd = os.open(name + PART, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.dir_fd)
+        try:
+            _make_private(fd)
+            allocate(fd, 0, catalogue_nbytes(n_slots))
+            os.pwrite(fd, head_of(slot_nbytes, n_buckets_for(n_slots), self.digest), 0)
+            catalogue = Catalogue(fd, slot_nbytes, self.digest)
+            for key, slot, used_s in rows:
+                catalogue.put(key, slot, used_s)
+            if self.durable:
+                os.fsync(fd)
+            os.rename(name + PART, name, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
+            if self.durable:
+                os.fsync(self.dir_fd)
+        except BaseException:
+            unlink_quietly(name + PART, self.dir_fd)
+            raise
+        finally:
+            os.close(fd)
+
+
+def _make_private(fd: int) -> None:
+    if os.fstat(fd).st_mode & 0o777 != 0o600:
+        os.fchmod(fd, 0o600)

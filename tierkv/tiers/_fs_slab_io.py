@@ -1,0 +1,142 @@
+"""Chunks into and out of slots. Slots that lie side by side go in one ``pwritev`` or ``preadv``, headers and all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+from collections.abc import Sequence
+from typing import Final
+
+from tierkv.errors import ChunkSizeError
+from tierkv.tiers._fs_format import (
+    HEADER_NBYTES,
+    PAGE_NBYTES,
+    PLAIN,
+    BadHeaderError,
+    Sums,
+    header_in_slot,
+    pack_header,
+    padded_nbytes,
+)
+from tierkv.tiers._fs_io import CorruptFileError
+from tierkv.tiers._fs_memory import Scratch, zero
+from tierkv.tiers._fs_slab import Berth, Slab
+from tierkv.types import Chunk, ChunkKey
+
+RUN_NBYTES: Final = 512 * 1024
+"""Slots of one call, if they are small: a checksum that follows finds its bytes still in the core's cache."""
+MOST_IN_RUN: Final = 16
+
+
+def run_length(slot_nbytes: int) -> int:
+    """Most slots of one call."""
+    return max(1, min(MOST_IN_RUN, RUN_NBYTES // slot_nbytes))
+
+
+class SlabIO:
+    """Packs, checks and moves. Who may use which slot is the caller's affair.
+
+    Concurrency: any thread, on different slots.
+    """
+
+    def __init__(self, digest: bytes, *, durable: bool, sums: Sums = PLAIN) -> None:
+        self._digest = digest
+        self._sums = sums
+        self._durable = durable
+
+    def write(self, slab: Slab, slots: range, items: Sequence[tuple[Chunk, memoryview]], scratch: Scratch) -> None:
+        """Fill ``slots`` with as many chunks. Nobody can find them before they are committed. Raises OSError."""
+        parts: list[memoryview] = []
+        first = slots.start
+        for i, (chunk, buffer) in enumerate(items):
+            payload, tail_nbytes = buffer[: chunk.nbytes], chunk.nbytes % PAGE_NBYTES
+            pack_header(scratch.headers[i], chunk, self._digest, slab.owner, self._sums.of(payload), sums=self._sums)
+            parts += (scratch.headers[i], payload[: chunk.nbytes - tail_nbytes])
+            if tail_nbytes:
+                # Never the caller's own last page: behind the payload it may hold another tenant's bytes.
+                scratch.tails[i][:tail_nbytes] = payload[-tail_nbytes:]
+                zero(scratch.tails[i], tail_nbytes)
+                parts.append(scratch.tails[i])
+            if HEADER_NBYTES + padded_nbytes(chunk.nbytes) < slab.slot_nbytes or i == len(items) - 1:
+                # A shorter chunk ends the call: what lies behind it in its slot is left as it is.
+                slab.write(first, parts)
+                parts, first = [], slots.start + i + 1
+        if self._durable:
+            slab.sync()
+
+    def commit(self, slab: Slab, slots: range, items: Sequence[tuple[Chunk, memoryview]]) -> list[OSError | None]:
+        """Let each chunk be found, and say why one cannot be."""
+        errors: list[OSError | None] = []
+        for slot, (chunk, _) in zip(slots, items, strict=True):
+            try:
+                slab.commit(slot, chunk.key)
+                errors.append(None)
+            except OSError as error:
+                errors.append(error)
+        if self._durable:
+            try:
+                slab.sync_rows()
+            except OSError as error:
+                for slot, (chunk, _) in zip(slots, items, strict=True):
+                    with contextlib.suppress(OSError):
+                        slab.erase(slot, chunk.key)
+                return [error] * len(items)
+        return errors
+
+    def read(self, berth: Berth, key: ChunkKey, buffer: memoryview, scratch: Scratch) -> None:
+        """Fill ``buffer`` with a verified chunk and zeros behind it.
+
+        Raises:
+            CorruptFileError: it is not what was written under this key; or its slot is another's by now.
+            ChunkSizeError: the chunk is longer than the buffer.
+            OSError: it could not be read now.
+        """
+        slab, slot, identity = berth.slab, berth.row.slot, berth.identity
+        payload_nbytes = min(slab.slot_nbytes - HEADER_NBYTES, padded_nbytes(len(buffer)))
+        straight_nbytes = min(payload_nbytes, len(buffer) & -PAGE_NBYTES)
+        parts = [scratch.header, buffer[:straight_nbytes]]
+        if straight_nbytes < payload_nbytes:
+            parts.append(scratch.tail)
+        if not slab.read(slot, parts):
+            if slab.covers(slot):
+                raise OSError(errno.EIO, "the read ended short")
+            raise CorruptFileError("the slab ends before this slot", identity)
+        try:
+            header = header_in_slot(scratch.header, key, self._digest, slab.slot_nbytes, sums=self._sums)
+        except BadHeaderError as error:
+            raise CorruptFileError(str(error), identity) from None
+        nbytes = header.chunk.nbytes
+        if nbytes > len(buffer):
+            raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
+        if nbytes > straight_nbytes:
+            buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
+        if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
+            raise CorruptFileError("payload checksum", identity)
+        zero(buffer, nbytes)
+
+    def read_run(
+        self, slab: Slab, first: int, items: Sequence[tuple[ChunkKey, memoryview]], scratch: Scratch
+    ) -> list[bool]:
+        """Fill buffers from slots side by side; which of them hold their verified chunk. The others hold anything."""
+        payload_nbytes = slab.slot_nbytes - HEADER_NBYTES
+        parts: list[memoryview] = []
+        for i, (_, buffer) in enumerate(items):
+            parts += (scratch.headers[i], buffer[:payload_nbytes])
+        try:
+            if not slab.read(first, parts):
+                return [False] * len(items)
+        except OSError:
+            return [False] * len(items)  # one bad sector: each is read by itself
+        return [self._is_right(scratch.headers[i], key, buffer, slab) for i, (key, buffer) in enumerate(items)]
+
+    def _is_right(self, page: memoryview, key: ChunkKey, buffer: memoryview, slab: Slab) -> bool:
+        try:
+            header = header_in_slot(page, key, self._digest, slab.slot_nbytes, sums=self._sums)
+        except BadHeaderError:
+            return False
+        nbytes = header.chunk.nbytes
+        if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
+            return False
+        zero(buffer, nbytes)
+        return True

@@ -1,0 +1,346 @@
+"""All slabs of a namespace: whose they are, where a key lies in them, and room for the next chunk.
+
+The space of a slab is charged slot by slot from the moment the file system is asked for it until it is given back:
+slots with a chunk as that chunk, the others as idle. An idle slot is used again before a slab grows, and given back
+only when this process holds more than its limit. A slab that cannot be written to any more, as its slots have another
+length than our chunks need, gives back each slot that becomes free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from tierkv.tiers._fs_books import Books, Held
+from tierkv.tiers._fs_catalogue import BadCatalogueError, Row, catalogue_nbytes
+from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs_slab import Berth, Slab
+from tierkv.tiers._fs_slab_files import SlabFiles
+from tierkv.types import ChunkKey
+
+_log = logging.getLogger(__name__)
+
+_STEP_NBYTES: Final = 64 << 20
+"""A slab grows by so much: one call of the file system for many chunks."""
+_LEAST_STEP: Final = 4
+_NO_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO})
+
+
+class Slabs:
+    """The slabs of one namespace: ours, dead owners', and living ones' to read from.
+
+    Args:
+        slot_nbytes: what we write has slots of this length; None if we write files.
+        usual_nbytes: what a slot of ours has, or would have.
+        n_slots: most slots that our own slab may ever have; room for a catalogue of so many has been set aside.
+        spare_nbytes: what the file system can still give.
+
+    Concurrency: any thread, but ``look_around``, ``load`` and ``retire`` one at a time for each owner.
+    """
+
+    def __init__(
+        self, files: SlabFiles, *, books: Books, seat: Seat, slot_nbytes: int | None, usual_nbytes: int,
+        n_slots: int, spare_nbytes: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._files = files
+        self._tally = files.tally
+        self._books = books
+        self._seat = seat
+        self._slot_nbytes = slot_nbytes
+        self._usual_nbytes = usual_nbytes
+        self._n_slots = n_slots
+        self._spare_nbytes = spare_nbytes
+        self._slabs: dict[str, dict[int, Slab]] = {}
+        self._room_lock = threading.Lock()
+        self._room_nbytes = 0 if slot_nbytes is None else catalogue_nbytes(n_slots)
+        self._has_own_catalogue = False
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a slab at all."""
+        return bool(self._slabs)
+
+    # -- who --------------------------------------------------------------------------------------------------------
+
+    def look_around(self) -> None:
+        """Open what has appeared and let go of what is gone. Raises OSError: the directory cannot be listed."""
+        there = self._files.listed()
+        for owner, slabs in list(self._slabs.items()):
+            for slot_nbytes, slab in list(slabs.items()):
+                if not slab.is_linked:
+                    del slabs[slot_nbytes]
+                    if self._is_held(owner):
+                        self._lose(slab)
+        for owner, slot_nbytes in there:
+            if slot_nbytes not in self._slabs.get(owner, ()):
+                with contextlib.suppress(BadCatalogueError, OSError):
+                    self._add(self._files.open(owner, slot_nbytes))
+
+    def owners(self) -> set[str]:
+        """Of every slab that lies here."""
+        return {owner for owner, _ in self._files.listed()}
+
+    def take_over(self, owner: str) -> bool:
+        """Slabs without a living or dead owner become ours by a new name; False if we have some of that length."""
+        there = self._files.listed()
+        lengths = {slot_nbytes for its_owner, slot_nbytes in there if its_owner == owner}
+        if any((self._seat.id, slot_nbytes) in there for slot_nbytes in lengths):
+            return False
+        self._slabs.pop(owner, None)
+        for slot_nbytes in lengths:
+            self._files.rename(owner, self._seat.id, slot_nbytes)
+        return True
+
+    def fit_catalogue(self) -> None:
+        """Before anything is looked up: our own slab gets a catalogue for as many slots as it may have."""
+        slab = self._slabs.get(self._seat.id, {}).get(self._slot_nbytes or 0)
+        if slab is None:
+            return
+        if not slab.catalogue.n_slots // 2 <= self._n_slots <= slab.catalogue.n_slots:
+            try:
+                self._add(self._files.resize(slab, self._n_slots))
+            except (BadCatalogueError, OSError) as error:
+                _log.warning("slab of owner %s: its catalogue stays as large as it is: %s", slab.owner, str(error))
+
+    def load(self, owner: str) -> Iterator[tuple[Slab, list[Row]]]:
+        """What lies in an owner's slabs, in pieces. What it occupies besides is charged, or ``besides_nbytes``, then.
+
+        Raises OSError: try again.
+        """
+        for its_owner, slot_nbytes in sorted(self._files.listed()):
+            if its_owner != owner:
+                continue
+            self._files.tidy(owner, slot_nbytes)
+            slab = self._slabs.get(owner, {}).get(slot_nbytes) or self._open_or_mend(owner, slot_nbytes)
+            if slab is not None:
+                known = slab.is_loaded
+                for rows in slab.load():
+                    yield slab, rows
+                if not known and self._is_held(owner):
+                    self._count(slab)
+
+    def besides_nbytes(self, owner: str) -> int:
+        """What the slabs of a dead owner that is not ours occupy besides chunks."""
+        slabs = self._slabs.get(owner, {}).values()
+        return sum(slab.catalogue.nbytes + slab.n_idle * slab.slot_nbytes for slab in slabs)
+
+    def give_back_idle(self, owner: str) -> None:
+        """A dead owner's idle slots. Raises OSError."""
+        for slab in self._slabs.get(owner, {}).values():
+            slab.give_back(slab.n_slots)
+
+    def forget(self, owner: str) -> None:
+        """It is somebody else's to change from now on: open anew what is needed of it."""
+        self._slabs.pop(owner, None)
+
+    def retire(self, owner: str) -> bool:
+        """Remove the slabs of an owner none of whose chunks are left; False if one is being written."""
+        with self._room_lock:
+            slabs = self._slabs.get(owner, {})
+            if any(slab.n_taken for slab in slabs.values()):
+                return False
+            self._slabs.pop(owner, None)
+        for slot_nbytes, slab in slabs.items():
+            self._files.remove(owner, slot_nbytes)
+            if self._is_held(owner):
+                self._uncount(slab)
+        return True
+
+    def close(self) -> None:
+        """Let go of every file. Nothing is under way any more."""
+        self._slabs.clear()
+
+    # -- where ------------------------------------------------------------------------------------------------------
+
+    def find(self, key: ChunkKey, owner: str, held: Held | None = None) -> Berth | None:
+        """Where an owner has a key, as its catalogue says now; None if nowhere. Raises OSError."""
+        if held is not None:
+            slab = None if held.at is None else self.at(owner, held)
+            row = None if slab is None or held.at is None else slab.row_of(held.at, key)
+            return None if slab is None or row is None else Berth(slab, row)
+        if owner not in self._slabs and not self._is_held(owner):
+            # Seen by the heartbeat sooner or later; a slab as young as this one has slots like ours as a rule.
+            with contextlib.suppress(BadCatalogueError, OSError):
+                self._add(self._files.open(owner, self._usual_nbytes))
+        for slab in list(self._slabs.get(owner, {}).values()):
+            row = slab.catalogue.find(key)
+            if row is not None:
+                return Berth(slab, row)
+        return None
+
+    def at(self, owner: str, held: Held) -> Slab | None:
+        """The slab of a chunk that we hold."""
+        return self._slabs.get(owner, {}).get(held.nbytes)
+
+    def free(self, berth: Berth, key: ChunkKey, *, keep_slot: bool = True) -> bool:
+        """Remove a chunk. Its bytes are idle or gone afterwards, and still charged as the chunk's. False: it was gone.
+
+        Without ``keep_slot`` they are gone. A process over its limit keeps none either.
+
+        Raises OSError: it stays.
+        """
+        slab, slot = berth.slab, berth.row.slot
+        if not slab.erase(slot, key, berth.row.place):
+            return False
+        if keep_slot and self._is_written(slab) and self._books.used_nbytes <= self._books.limit_nbytes:
+            self._books.add_idle(slab.slot_nbytes)
+            slab.release(slot)
+            return True
+        try:
+            slab.discard(slot)
+        except OSError as error:
+            _log.warning("slab of owner %s: cannot give back the space of a slot: %s", slab.owner, str(error))
+            self._books.add_fixed(slab.slot_nbytes)  # it stays, so it counts, though nobody may use it
+        return True
+
+    def reclaim(self, owner: str, held: Held) -> None:
+        """A slot of ours whose row somebody else cleared; its chunk is no longer charged."""
+        slab = self.at(owner, held)
+        if slab is not None and held.at is not None and slab.reclaim(held.at):
+            self._books.add_idle(slab.slot_nbytes)
+            slab.release(held.at)
+
+    # -- room -------------------------------------------------------------------------------------------------------
+
+    def take(self, n: int) -> tuple[Slab, range] | None:
+        """Up to ``n`` slots side by side, charged as being written; None if not one fits into our limit.
+
+        Raises OSError: the file system has no room, though our limit has.
+        """
+        assert self._slot_nbytes is not None
+        with self._room_lock:
+            while n > 1 and not self._books.fits(n * self._slot_nbytes):
+                n //= 2
+            if not self._books.fits(n * self._slot_nbytes):
+                return None
+            taken = self._take_idle(n)
+            if taken is None and self._grow():
+                taken = self._take_idle(n)
+            if taken is not None:
+                self._books.start_slots(len(taken[1]) * self._slot_nbytes)
+            return taken
+
+    def undo(self, slab: Slab, slot: int) -> None:
+        """A slot that was taken and holds no chunk after all."""
+        self._books.add_idle(slab.slot_nbytes)
+        self._books.abort_write(slab.slot_nbytes)
+        slab.release(slot)
+
+    def give_back(self, nbytes: int) -> int:
+        """Bring so many bytes of idle slots back to the file system, or what there is; how many. Raises OSError."""
+        given = 0
+        for slab in self._all_held():
+            if given < nbytes and slab.is_loaded:
+                n = slab.give_back(-(-(nbytes - given) // slab.slot_nbytes))
+                self._books.add_idle(-n * slab.slot_nbytes)
+                given += n * slab.slot_nbytes
+        return given
+
+    def _take_idle(self, n: int) -> tuple[Slab, range] | None:
+        for slab in self._all_held():
+            slots = slab.take(n) if self._is_written(slab) else None
+            if slots:
+                return slab, slots
+        return None
+
+    def _grow(self) -> bool:
+        """Raises OSError."""
+        assert self._slot_nbytes is not None
+        wanted = max(_LEAST_STEP, _STEP_NBYTES // self._slot_nbytes)
+        n = self._books.start_growth(wanted, self._slot_nbytes)
+        given = 0
+        try:
+            allowed = min(n, self._spare_nbytes() // self._slot_nbytes)
+            if n and allowed <= 0:
+                raise OSError(errno.ENOSPC, "no room but what is left to others")
+            for slab in self._all_held():
+                if self._is_written(slab) and slab.is_loaded and not given:
+                    given = slab.grow(allowed)
+            if not given and allowed > 0:
+                given = self._own().grow(allowed)
+        finally:
+            self._books.add_idle((given - n) * self._slot_nbytes)
+        return given > 0
+
+    def _own(self) -> Slab:
+        """The slab of the id that we write under, made if need be. Raises OSError."""
+        assert self._slot_nbytes is not None
+        slab = self._slabs.get(self._seat.id, {}).get(self._slot_nbytes)
+        if slab is None:
+            slab = self._files.make(self._seat.id, self._slot_nbytes, self._n_slots)
+            for _ in slab.load():
+                pass
+            self._has_own_catalogue = True
+            self._add(slab)
+        return slab
+
+    def _all_held(self) -> list[Slab]:
+        return [slab for owner in self._seat.held_ids() for slab in list(self._slabs.get(owner, {}).values())]
+
+    def _is_held(self, owner: str) -> bool:
+        return self._seat.slot_of(owner) is not None
+
+    def _is_written(self, slab: Slab) -> bool:
+        return slab.slot_nbytes == self._slot_nbytes and self._is_held(slab.owner)
+
+    def _is_own(self, slab: Slab) -> bool:
+        return slab.owner == self._seat.id and slab.slot_nbytes == self._slot_nbytes
+
+    def _count(self, slab: Slab) -> None:
+        """A slab of ours was loaded: charge what it occupies besides chunks. Raises OSError."""
+        if self._is_written(slab):
+            self._books.add_idle(slab.n_found_idle * slab.slot_nbytes)
+        else:
+            slab.give_back(slab.n_slots)
+        if self._is_own(slab) and not self._has_own_catalogue:
+            self._has_own_catalogue = True
+            slab.catalogue_charge_nbytes = max(0, slab.catalogue.nbytes - self._room_nbytes)
+        else:
+            slab.catalogue_charge_nbytes = slab.catalogue.nbytes
+        self._books.add_fixed(slab.catalogue_charge_nbytes)
+
+    def _uncount(self, slab: Slab) -> None:
+        self._books.add_idle(-slab.n_idle * slab.slot_nbytes)
+        self._books.add_fixed(-slab.catalogue_charge_nbytes)
+        self._has_own_catalogue = self._has_own_catalogue and not self._is_own(slab)
+
+    def _open_or_mend(self, owner: str, slot_nbytes: int) -> Slab | None:
+        """None if it is of no use and was removed. Raises OSError: try again."""
+        try:
+            try:
+                slab = self._files.open(owner, slot_nbytes)
+            except (BadCatalogueError, OSError) as error:
+                if not _is_no_use(error):
+                    raise
+                slab = self._files.mend(owner, slot_nbytes, self._n_slots)
+        except (BadCatalogueError, OSError) as error:
+            if not _is_no_use(error):
+                raise
+            _log.warning("slab of owner %s cannot be used and is removed: %s", owner, str(error))
+            self._files.remove(owner, slot_nbytes)
+            return None
+        self._add(slab)
+        return slab
+
+    def _add(self, slab: Slab) -> None:
+        self._slabs.setdefault(slab.owner, {})[slab.slot_nbytes] = slab
+
+    def _lose(self, slab: Slab) -> None:
+        """Somebody removed a slab of ours; what was in it is gone, and what it occupied will be."""
+        _log.warning("slab of owner %s: its files were removed", slab.owner)
+        slot = self._seat.slot_of(slab.owner)
+        for key in self._books.keys():  # noqa: SIM118 - a copy of them
+            held = self._books.get(key)
+            if held is not None and held.at is not None and (held.slot, held.nbytes) == (slot, slab.slot_nbytes):
+                self._books.drop(key, slab.owner)
+                self._tally.add("vanished")
+        self._uncount(slab)
+
+
+def _is_no_use(error: BadCatalogueError | OSError) -> bool:
+    """False if the file may be whole and cannot be read now (EMFILE, EIO)."""
+    return isinstance(error, BadCatalogueError) or error.errno in _NO_FILE

@@ -1,0 +1,98 @@
+"""Where a chunk lies, in a file of its own or in a slot of a slab: the one place that knows that there are two ways.
+
+Both are read whatever the layout that is written: a root may change its layout, and its chunks stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+from tierkv.tiers._fs_books import Held
+from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, Identity, damage, identity_of
+from tierkv.tiers._fs_memory import Scratch
+from tierkv.tiers._fs_slab import Berth
+from tierkv.tiers._fs_slab_io import SlabIO
+from tierkv.tiers._fs_slabs import Slabs
+from tierkv.types import ChunkKey
+
+
+class Seen(NamedTuple):
+    """What lies where a chunk would, unread."""
+
+    nbytes: int
+    identity: Identity
+    damage: str | None = None
+    """Why it can be no chunk, as a counter's name."""
+    at: int | None = None
+    """Slot in a slab; None for a file."""
+
+
+class Store:
+    """The chunks of one namespace.
+
+    ``held`` is what the books know of a key; None to look in every place.
+
+    Concurrency: any number of threads, on different keys.
+    """
+
+    def __init__(self, files: ChunkFiles, slabs: Slabs, slab_io: SlabIO) -> None:
+        self._files = files
+        self._slabs = slabs
+        self._slab_io = slab_io
+
+    def look(self, key: ChunkKey, owner: str, held: Held | None) -> Seen | None:
+        """What an owner has under a key; None if nothing."""
+        berth = self._slabs.find(key, owner, held)
+        if berth is not None:
+            return Seen(berth.slab.slot_nbytes, berth.identity, None, berth.row.slot)
+        if held is not None and held.at is not None:
+            return None
+        found = self._files.look(key, owner)
+        return None if found is None else Seen(found.st_size, identity_of(found), damage(found))
+
+    def read(
+        self, key: ChunkKey, owner: str, held: Held | None, buffer: memoryview, scratch: Scratch, *, touch: bool
+    ) -> None:
+        """Fill ``buffer`` with a verified chunk and zeros behind it. Raises as :meth:`ChunkFiles.read`."""
+        berth = self._slabs.find(key, owner, held)
+        if berth is not None:
+            self._read_slot(berth, key, (owner, held), buffer, scratch, touch=touch)
+        elif held is not None and held.at is not None:
+            raise FileNotFoundError
+        else:
+            self._files.read(key, buffer, owner, scratch, touch=touch)
+
+    def remove(
+        self, key: ChunkKey, owner: str, held: Held | None, *, identity: Identity | None = None, keep_slot: bool = True
+    ) -> bool:
+        """Remove an owner's chunk; False if it was gone. With ``identity`` only that very one. Raises OSError."""
+        berth = self._slabs.find(key, owner, held)
+        if berth is not None:
+            return (identity is None or berth.identity == identity) and self._slabs.free(
+                berth, key, keep_slot=keep_slot
+            )
+        if held is not None and held.at is not None:
+            return False
+        return self._files.remove(key, owner, identity=identity)
+
+    def reclaim(self, owner: str, held: Held) -> None:
+        """A chunk of ours vanished: if it was in a slab, and somebody else cleared its row, its slot is idle."""
+        if held.at is not None:
+            self._slabs.reclaim(owner, held)
+
+    def _read_slot(
+        self, berth: Berth, key: ChunkKey, known: tuple[str, Held | None], buffer: memoryview, scratch: Scratch, *,
+        touch: bool,
+    ) -> None:  # fmt: skip
+        try:
+            self._slab_io.read(berth, key, buffer, scratch)
+        except CorruptFileError:
+            # Its owner may have removed it and used the slot again while we read.
+            again = self._slabs.find(key, *known)
+            if again is None or again.identity != berth.identity:
+                raise FileNotFoundError from None
+            raise
+        if touch:
+            with contextlib.suppress(OSError):  # a file system that turned read-only still serves
+                berth.slab.renew(berth.row.slot, key)
