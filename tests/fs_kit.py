@@ -46,6 +46,7 @@ only_files = pytest.mark.parametrize("layout", ["files"], indirect=True)
 def using(layout: str) -> Iterator[None]:
     """Tiers that are not told otherwise write in this layout."""
     defaults = FSTier.__init__.__kwdefaults__
+    assert defaults is not None
     before = defaults["layout"]
     defaults["layout"] = layout
     try:
@@ -55,7 +56,8 @@ def using(layout: str) -> Iterator[None]:
 
 
 def is_slab() -> bool:
-    return bool(FSTier.__init__.__kwdefaults__["layout"] == "slab")
+    defaults = FSTier.__init__.__kwdefaults__
+    return defaults is not None and defaults["layout"] == "slab"
 
 
 def charge_of(nbytes: int) -> int:

@@ -32,7 +32,7 @@ from tests.fs_kit import (
     write,
 )
 from tierkv import ConfigError
-from tierkv.tiers import _fs_format, _fs_io
+from tierkv.tiers import _fs_format
 from tierkv.tiers._fs_locks import LockFiles
 from tierkv.tiers._fs_page import OwnerPage
 from tierkv.tiers.fs import FSTier
@@ -235,7 +235,7 @@ async def test_a_write_that_raises_is_not_charged(root: Path, monkeypatch: pytes
         def bug(*_: object) -> bytes:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(_fs_io, "checksum", bug)
+        monkeypatch.setattr(_fs_format.Sums, "of", bug)
         with pytest.raises(RuntimeError):
             await write(tier, chunk_of(1))
         assert _mount(tier).books._writing_nbytes == 0

@@ -55,14 +55,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-async def opened_and_killed(root: Path, n: int, **settings: object) -> FSTier:
+async def opened_and_killed(root: Path, n: int, namespace: bytes = NAMESPACE) -> FSTier:
     """A root with chunks 0..n-1, a second apart in age, whose owner was killed."""
     tier = FSTier(root, capacity=capacity_for(20), min_free=0)
-    await tier.open(context(**settings))  # type: ignore[arg-type]
+    await tier.open(context(namespace=namespace))
     await scanned(tier)
     await store(tier, *(chunk_of(i) for i in range(n)))
     now = time.time()
-    namespace = settings.get("namespace", NAMESPACE)
     for i in range(n):
         set_time(root, key_of(i), tier, now - 100 + i, namespace)
     kill(tier)

@@ -607,4 +607,4 @@ def recorded(real: Callable[..., Any], name: str, calls: list[str]) -> Callable[
 def flip(path: SlotPath, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
-    path.write_bytes(data)
+    path.write_bytes(bytes(data))

@@ -59,7 +59,7 @@ def test_every_key_has_an_effect() -> None:
         "secondary_tiers": [{
             "type": "fs", "root_dir": "/nowhere/kv", "n_read_threads": 4, "n_write_threads": 2, "locality": "remote",
             "enable_kv_events": True, "capacity": "500GiB", "min_free": 0, "eviction_policy": "fifo",
-            "writes": "demote", "durability": "power", "layout": "files", "queue_bytes": "64MiB",
+            "writes": "demote", "durability": "power", "layout": "slab", "queue_bytes": "64MiB",
             "breaker_cooldown_s": 1,
         }],
     })  # fmt: skip
@@ -70,7 +70,7 @@ def test_every_key_has_an_effect() -> None:
         tiers=(TierOptions(
             type="fs", root_dir="/nowhere/kv", n_read_threads=4, n_write_threads=2, locality="REMOTE",
             enable_kv_events=True, capacity_nbytes=500 << 30, min_free_nbytes=0, eviction_policy="fifo",
-            writes="demote", durability="power", layout="files", queue_nbytes=64 << 20, breaker_cooldown_s=1.0,
+            writes="demote", durability="power", layout="slab", queue_nbytes=64 << 20, breaker_cooldown_s=1.0,
         ),),
     )  # fmt: skip
 

@@ -177,7 +177,7 @@ def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]
     for found in root.files():
         n_of[found.kind] += 1
         n_ahead += found.mtime_s > now_s + AHEAD_S
-        if found.kind is Kind.CHUNK:
+        if found.kind in (Kind.CHUNK, Kind.SLAB):
             nbytes_of[found.namespace] += found.charge_nbytes
     wanted = {owner.page.namespace for owner in owners if owner.alive and owner.page is not None}
     for namespace in sorted(wanted - nbytes_of.keys()):

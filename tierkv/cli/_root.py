@@ -180,7 +180,7 @@ def run_du(arguments: argparse.Namespace) -> int:
     with _opened(arguments) as root:
         usage = Usage(root.owners())
         usage.total_nbytes = sum(owner.charge_nbytes for owner in usage.owners)
-        for found in root.files():
+        for found in root.files(slots=True):
             usage.count(found)
         record = usage.record(root.free_nbytes(), time.time())
     if arguments.json:
@@ -198,7 +198,7 @@ def run_du(arguments: argparse.Namespace) -> int:
 def _chunks(root: Root, namespace: str, owner: str = "") -> Iterator[Found]:
     from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
 
-    for found in root.files(namespace=namespace):
+    for found in root.files(namespace=namespace, slots=True):
         if found.kind is Kind.CHUNK and found.name is not None and found.name.owner.startswith(owner):
             yield found
 
@@ -291,7 +291,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     pace = Pace(None if arguments.rate is None else parse_size("--rate", arguments.rate))
     counts: Counter[str] = Counter(verified=0, wrong=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
     with _opened(arguments) as root:
-        for found in root.files(namespace=namespace):
+        for found in root.files(namespace=namespace, slots=True):
+            if found.kind is Kind.SLAB:
+                continue
             if found.kind in (Kind.FOREIGN, Kind.UNFINISHED):
                 counts[found.kind.value] += 1
                 continue

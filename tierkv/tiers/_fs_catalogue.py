@@ -18,6 +18,7 @@ It is read and written, never mapped: a mapped file that somebody cuts short end
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import struct
@@ -179,8 +180,8 @@ class Catalogue:
         self._pwrite(_NO_ROW, place)
         self._taken[place] = 0
 
-    def rows(self) -> Iterator[list[Row]]:
-        """All rows, in pieces; what is no whole row is cleared. Marks them as taken."""
+    def rows(self, *, tidy: bool = True) -> Iterator[list[Row]]:
+        """All rows, in pieces; with ``tidy`` what is no whole row is cleared. Marks them as taken."""
         for bucket in range(0, self.n_buckets, _PIECE):
             n = min(_PIECE, self.n_buckets - bucket)
             data = os.pread(self._fd, n * PAGE_NBYTES, PAGE_NBYTES * (1 + bucket))
@@ -193,7 +194,7 @@ class Catalogue:
                 if row is not None:
                     self._taken[place] = 1
                     piece.append(row)
-                elif data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
+                elif tidy and data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
                     self.clear(place)
             yield piece
 
@@ -209,6 +210,18 @@ class Catalogue:
     def _pwrite(self, row: bytes, place: int) -> None:
         # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
         os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES)
+
+
+def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:
+    """What a slab's catalogue says, read from outside; nothing if it cannot be read."""
+    with contextlib.suppress(OSError, BadCatalogueError):
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(slab_name(slab.owner, slab.slot_nbytes, SLOTS), flags, dir_fd=dir_fd)
+        try:
+            for rows in Catalogue(fd, slab.slot_nbytes, digest).rows(tidy=False):
+                yield from rows
+        finally:
+            os.close(fd)
 
 
 def head_of(slot_nbytes: int, n_buckets: int, digest: bytes) -> bytes:

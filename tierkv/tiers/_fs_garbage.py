@@ -15,6 +15,8 @@ from tierkv.tiers._fs_sweep import Broom, Census, Fate, Swept, orphans_of, settl
 
 UNREAD: Final = "unread"
 OVER: Final = "over capacity"
+_KEPT: Final = (Kind.CHUNK, Kind.SLAB)
+"""What leaves only if somebody asks for it. A slab leaves as a whole: what is in it is its owner's affair."""
 WHY: Final = {
     Kind.UNFINISHED.value: "their writers are dead",
     Kind.DAMAGED.value: "a length that no chunk file has",
@@ -52,7 +54,7 @@ class _Sums:
         self.total_nbytes += found.charge_nbytes
         if found.name is not None:
             self.ids.add(found.name.owner)
-        if found.kind is Kind.CHUNK:
+        if found.kind in _KEPT:
             self.newest_s[found.namespace] = max(found.mtime_s, self.newest_s.get(found.namespace, -math.inf))
 
 
@@ -111,7 +113,7 @@ class Garbage:
         assert found.name is not None
         # An engine may have come since we looked: then what it reads is not "unread" any more.
         read_now = found.namespace in self._unread and not now.read_by_nobody(found.namespace)
-        return now.is_dead(found.name.owner) and not (read_now and found.kind is Kind.CHUNK)
+        return now.is_dead(found.name.owner) and not (read_now and found.kind in _KEPT)
 
     def _candidates(self, left: Counter[str]) -> Iterator[tuple[Found, str]]:
         excess_nbytes = 0
@@ -135,7 +137,7 @@ class Garbage:
                 self._stays(found, left)
 
     def _why(self, found: Found) -> str | None:
-        if found.kind is not Kind.CHUNK:
+        if found.kind not in _KEPT:
             return found.kind.value
         return UNREAD if found.namespace in self._unread else None
 

@@ -18,6 +18,15 @@ from enum import StrEnum
 from typing import Final
 
 from tierkv.errors import bad_setting
+from tierkv.tiers._fs_catalogue import (
+    PART,
+    SLAB,
+    SlabName,
+    allocated_nbytes,
+    parse_slab_name,
+    rows_of,
+    slab_name,
+)
 from tierkv.tiers._fs_dirs import NotRegularError, open_directory
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
@@ -29,6 +38,7 @@ from tierkv.tiers._fs_format import (
     FileName,
     Header,
     Sums,
+    header_in_slot,
     header_of,
     is_namespace_dir,
     leaf_of,
@@ -38,6 +48,7 @@ from tierkv.tiers._fs_format import (
 )
 from tierkv.tiers._fs_io import damage
 from tierkv.tiers._fs_page import FRESH_S, OwnerPage
+from tierkv.types import ChunkKey
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _STEP_NBYTES: Final = 1 << 20
@@ -56,6 +67,8 @@ class Kind(StrEnum):
     """In a directory where no lookup finds it."""
     NOT_REGULAR = "not regular"
     """A link, FIFO, device, socket or directory with a name of ours."""
+    SLAB = "slab"
+    """A file of slots, or its catalogue: what it occupies besides the chunks that are told of by themselves."""
     FOREIGN = "foreign"
     """Nothing of ours: never touched, never counted."""
 
@@ -202,20 +215,27 @@ class Root:
 
     # -- what ---------------------------------------------------------------------------------------------------
 
-    def files(self, *, namespace: str | None = None) -> Iterator[Found]:
-        """Everything in the tree but owners' files and our directories, as it lies; memory does not grow with it."""
+    def files(self, *, namespace: str | None = None, slots: bool = False) -> Iterator[Found]:
+        """Everything in the tree but owners' files and our directories, as it lies; memory does not grow with it.
+
+        With ``slots`` chunks in slabs are told of one by one, at places below their slab's; else as a part of the slab.
+        """
         for name, found in entries_of(self._fd):
             if is_namespace_dir(name) and stat.S_ISDIR(found.st_mode):
                 if namespace is None or name.startswith(namespace):
-                    yield from self._in_namespace(name)
+                    yield from self._in_namespace(name, slots=slots)
             elif parse_owner_file(name) is None and name != ROOT_LOCK and namespace is None:
                 yield _foreign(name, "", found)
 
-    def _in_namespace(self, namespace: str) -> Iterator[Found]:
+    def _in_namespace(self, namespace: str, *, slots: bool) -> Iterator[Found]:
         with directory(namespace, self._fd) as namespace_fd:
             if namespace_fd is None:
                 return
             for leaf, found in entries_of(namespace_fd):
+                slab = parse_slab_name(leaf)
+                if slab is not None and stat.S_ISREG(found.st_mode):
+                    yield from in_slab(namespace, namespace_fd, slab, found, slots=slots)
+                    continue
                 if leaf not in LEAVES or not stat.S_ISDIR(found.st_mode):
                     yield _foreign(f"{namespace}/{leaf}", namespace, found)
                     continue
@@ -235,8 +255,8 @@ class Root:
             FileNotFoundError: it is gone.
             OSError: it cannot be read now.
         """
-        with self._opened(found) as fd:
-            return _header(fd, found, self._sums)
+        with self._opened(found) as (fd, start):
+            return _header(fd, start, found, self._sums)
 
     def verify(self, found: Found, pace: Callable[[int], None] = lambda _: None) -> Header:
         """Read all of a chunk file and compare it with its checksums; ``pace`` is called with what was read.
@@ -244,10 +264,10 @@ class Root:
         Raises:
             BadHeaderError, FileNotFoundError, OSError: as :meth:`header`.
         """
-        with self._opened(found) as fd:
-            header = _header(fd, found, self._sums)
-            digest, at = self._sums.hasher(), HEADER_NBYTES
-            end = HEADER_NBYTES + header.chunk.nbytes
+        with self._opened(found) as (fd, start):
+            header = _header(fd, start, found, self._sums)
+            digest, at = self._sums.hasher(), start + HEADER_NBYTES
+            end = at + header.chunk.nbytes
             while at < end:
                 data = os.pread(fd, min(_STEP_NBYTES, end - at), at)
                 if not data:
@@ -260,17 +280,22 @@ class Root:
             return header
 
     @contextlib.contextmanager
-    def _opened(self, found: Found) -> Iterator[int]:
+    def _opened(self, found: Found) -> Iterator[tuple[int, int]]:
+        """A descriptor, and where in the file the chunk begins."""
         namespace, leaf, name = found.place.split("/")
+        slab = parse_slab_name(leaf)
         with directory(namespace, self._fd) as namespace_fd:
             if namespace_fd is None:
                 raise FileNotFoundError(found.place)
-            with directory(leaf, namespace_fd) as leaf_fd:
-                fd = None if leaf_fd is None else self._open_regular(name, leaf_fd)
+            if slab is not None:
+                fd = self._open_regular(leaf, namespace_fd)
+            else:
+                with directory(leaf, namespace_fd) as leaf_fd:
+                    fd = None if leaf_fd is None else self._open_regular(name, leaf_fd)
         if fd is None:
             raise FileNotFoundError(found.place)
         try:
-            yield fd
+            yield fd, 0 if slab is None else int(name) * slab.slot_nbytes
         finally:
             os.close(fd)
 
@@ -340,10 +365,36 @@ def found_at(namespace: str, leaf: str, name: str, found: os.stat_result) -> Fou
     return Found(kind, place, parsed, namespace, found.st_size, found.st_mtime)
 
 
-def _header(fd: int, found: Found, sums: Sums) -> Header:
-    page = os.pread(fd, HEADER_NBYTES, 0)
+def in_slab(
+    namespace: str, namespace_fd: int, slab: SlabName, found: os.stat_result, *, slots: bool
+) -> Iterator[Found]:
+    """One file of a slab, after its chunks if they are asked for."""
+    name = slab_name(slab.owner, slab.slot_nbytes, slab.kind) + PART * slab.is_part
+    kind = Kind.UNFINISHED if slab.is_part else Kind.SLAB
+    chunks = (
+        rows_of(slab, namespace_fd, bytes.fromhex(namespace))
+        if slots and slab.kind == SLAB and not slab.is_part
+        else ()
+    )
+    n_chunks = 0
+    for row in chunks:
+        n_chunks += 1
+        key_name = FileName(row.key, slab.owner, is_part=False)
+        place = f"{namespace}/{name}/{row.slot}"
+        yield Found(Kind.CHUNK, place, key_name, namespace, slab.slot_nbytes, row.used_s)
+    nbytes = max(0, allocated_nbytes(found) - n_chunks * slab.slot_nbytes)
+    yield Found(
+        kind, f"{namespace}/{name}", FileName(ChunkKey(b""), slab.owner, is_part=False), namespace, nbytes,
+        found.st_mtime,
+    )  # fmt: skip
+
+
+def _header(fd: int, start: int, found: Found, sums: Sums) -> Header:
+    page = os.pread(fd, HEADER_NBYTES, start)
     if len(page) < HEADER_NBYTES:
         raise BadHeaderError("no whole header")
     assert found.name is not None
     namespace = bytes.fromhex(found.namespace)
+    if "." in found.place.split("/")[1]:
+        return header_in_slot(memoryview(page), found.name.key, namespace, found.nbytes, sums=sums)
     return header_of(memoryview(page), found.name.key, namespace, os.fstat(fd).st_size, sums=sums)

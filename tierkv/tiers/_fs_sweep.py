@@ -125,24 +125,34 @@ class Broom:
         return done
 
     def _remove(self, found: Found, why: str) -> Swept:
-        namespace, leaf, name = found.place.split("/")
+        namespace, leaf, name = _parts(found.place)
         try:
             with directory(namespace, self.root.fd) as namespace_fd:
                 if namespace_fd is None:
                     return Swept(found, why, Fate.GONE)
-                with directory(leaf, namespace_fd) as leaf_fd:
-                    if leaf_fd is None:
-                        return Swept(found, why, Fate.GONE)
-                    if not self.changed_too:
-                        now = found_at(namespace, leaf, name, os.stat(name, dir_fd=leaf_fd, follow_symlinks=False))
-                        if now != found:
-                            return Swept(found, why, Fate.SPARED)
-                    unlink(name, leaf_fd)
+                if not leaf:  # a slab, as a whole
+                    unlink(name, namespace_fd)
+                else:
+                    with directory(leaf, namespace_fd) as leaf_fd:
+                        if leaf_fd is None:
+                            return Swept(found, why, Fate.GONE)
+                        if not self.changed_too:
+                            now = found_at(namespace, leaf, name, os.stat(name, dir_fd=leaf_fd, follow_symlinks=False))
+                            if now != found:
+                                return Swept(found, why, Fate.SPARED)
+                        unlink(name, leaf_fd)
         except FileNotFoundError:
             return Swept(found, why, Fate.GONE)
         except OSError as error:
             return Swept(found, why, Fate.STAYS, error)
         return Swept(found, why, Fate.REMOVED)
+
+
+def _parts(place: str) -> tuple[str, str, str]:
+    """Namespace, leaf and name; a slab lies in no leaf."""
+    namespace, _, below = place.partition("/")
+    leaf, _, name = below.rpartition("/")
+    return namespace, leaf, name
 
 
 def orphans_of(root: Root, found_ids: Iterable[str], sleep: Callable[[float], None] = time.sleep) -> frozenset[str]:

@@ -18,7 +18,7 @@ _EXAMPLE = "fs(/nvme/kv, capacity=500GiB)"
 _METHODS = ("open", "contains", "read", "write", "delete", "aclose")
 _FS_SETTINGS = (
     "capacity", "min_free", "n_read_threads", "n_write_threads", "durability", "checksum_key_file", "checksum_key_env",
-    "name",
+    "layout", "name",
 )  # fmt: skip
 
 

@@ -197,7 +197,8 @@ def make_tier(index: int, options: TierOptions) -> Tier:
         "checksum_key_env": options.checksum_key_env,
     }
     given = {name: value for name, value in settings.items() if value is not None}
-    return FSTier(options.root_dir, name="fs", durability=options.durability, **given)  # type: ignore[arg-type]
+    given |= {"durability": options.durability, "layout": options.layout}
+    return FSTier(options.root_dir, name="fs", **given)  # type: ignore[arg-type]
 
 
 def check_secret(index: int, options: TierOptions) -> None:

@@ -23,6 +23,7 @@ MAX_THREADS = 256
 
 WRITES = ("cascade", "demote")
 DURABILITIES = ("process", "power")
+LAYOUTS = ("files", "slab")
 LOCALITIES = ("LOCAL", "REMOTE")
 POOLS = ("auto", "private", "shared")
 TIER_TYPES = ("fs",)
@@ -307,7 +308,7 @@ def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[
         admission=get.rule("admission"),
         writes=get.choice("writes", WRITES, default="cascade"),
         durability=get.choice("durability", DURABILITIES, default="process") if fs else "process",
-        layout=get.choice("layout", ("files",), default="files") if fs else "files",
+        layout=get.choice("layout", LAYOUTS, default="files") if fs else "files",
         checksum_key_file=get.file("checksum_key_file") if fs else None,
         checksum_key_env=get.variable("checksum_key_env") if fs else None,
         queue_nbytes=get.size("queue_bytes"),
