@@ -54,7 +54,7 @@ def bytes_per_chunk(n_chunks: int = 100_000) -> Iterator[Row]:
         books = Books()
         before = tracemalloc.get_traced_memory()[0]
         for chain in chains:
-            books.add_all((key, 0, "0" * 16, CHARGE) for key in chain)
+            books.add_all((key, 0, "0" * 16, CHARGE, None) for key in chain)
         on_root = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

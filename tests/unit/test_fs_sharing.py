@@ -442,7 +442,7 @@ async def test_who_goes_on_with_an_adopted_id_writes_under_it_only_after_its_sca
     old_id = _of(old)._seat.id
     async with opened(root, n_chunks=20, _scan_gate=gate) as new:
         own_id = _of(new)._seat.id
-        beat(old, new)
+        beat(old, new, old, new)
         held.clear()
         go_on.clear()
         try:
