@@ -302,6 +302,8 @@ class Hierarchy(Room):
             entry = level.ledger.insert_found(chunk, charge_nbytes, owned=True)
             assert entry is not None, "only called for unknown keys"
             level.ledger.remove(entry, evicted=False)
+        elif charge_nbytes > entry.charge_nbytes:  # it failed before anybody knew how long the file is
+            level.ledger.recharge(entry, charge_nbytes)
         level.leaving[chunk.key] = entry
         self._settle(level, entry)
 

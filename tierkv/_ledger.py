@@ -365,6 +365,11 @@ class Ledger:
         if self._slots is not None:
             self._slots.give_back((entry,))
 
+    def recharge(self, entry: Entry, charge_nbytes: int) -> None:
+        """What a GONE entry of ours still takes is known better now."""
+        self.quarantined_nbytes += charge_nbytes - entry.charge_nbytes
+        entry.charge_nbytes = charge_nbytes
+
     # -- proof --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:

@@ -546,6 +546,25 @@ def test_an_unsettled_key_asks_for_a_probe() -> None:
     assert h.find(ChunkKey(b"who knows")) == ABSENT, "a broken tier is not asked"
 
 
+def test_a_deletion_that_failed_before_the_scan_came_by_is_charged_once_it_has() -> None:
+    """Deleted unseen, for nothing, which failed; then a reset, and the scan finds it: now its length is known."""
+    h = over(2, disk(settled=lambda _: False, scans=True, writable=lambda: False))
+    (chunk,) = chain("k", 1)
+    h.delete([chunk.key])
+    run(h, lambda _: Status.FAILED)
+    assert h.levels[1].ledger.quarantined_nbytes == 0, "nobody knows yet how long it is"
+    h.reset()
+    h.absorb(1, [Found(chunk.key, SLOT, owned=True)])
+    assert h.levels[1].ledger.quarantined_nbytes == SLOT, "the books never say less than the medium holds"
+    run(h, lambda _: Status.FAILED)
+    assert h.levels[1].ledger.quarantined_nbytes == SLOT
+    assert h.levels[1].counts.dropped == {"tier_error": 1}, "one chunk that could not be deleted, however often"
+    h.refresh()
+    run(h)
+    assert h.levels[1].ledger.quarantined_nbytes == 0
+    assert h.at_rest
+
+
 def test_a_trial_that_was_called_off_lets_the_next_one_through() -> None:
     """A promotion on trial that its asker gave up before it was read tells nothing: another one is tried."""
     h = over(2, disk())
