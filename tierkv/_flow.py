@@ -81,12 +81,23 @@ class Flow:
         if flight.demote and not outcome.ok:
             flight.source.demote_refused = True
             self._source_lost(above, flight.source, outcome)
+        if not ended:
+            self._give_up_demotion(above, flight)
         if ended:
             level.queued_nbytes -= entry.charge_nbytes
             if flight.demote:
                 above.demoting_nbytes -= flight.source.charge_nbytes
             self._release(above, flight.source)
             self._pump_up(level.index)
+
+    def _give_up_demotion(self, above: LevelBooks, flight: Flight) -> None:
+        """A copy down hangs: its source is no room to come, and must keep no ancestors unless somebody reads it."""
+        source = flight.source
+        if flight.demote:
+            above.demoting_nbytes -= source.charge_nbytes
+            self._flights[flight.transfer.id] = flight._replace(demote=False)
+            if source.state is READY and source.holds == 1 and source.chunk.key not in self.guarded:
+                self._leave(above, source, Reason.DEADLINE)
 
     def _finish_delete(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, entry = self.levels[flight.transfer.source], flight.source

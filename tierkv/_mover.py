@@ -58,11 +58,13 @@ class MoverLimits(NamedTuple):
 class Lane:
     """One level's reads, writes or deletions."""
 
-    __slots__ = ("is_read", "level", "n_running", "queue")
+    __slots__ = ("breaker", "is_read", "level", "n_running", "name", "queue")
 
-    def __init__(self, level: int, kind: TransferKind) -> None:
+    def __init__(self, level: int, name: str, breakers: Sequence[Breaker], *, is_read: bool) -> None:
         self.level = level
-        self.is_read = kind is TransferKind.PROMOTE
+        self.name = name
+        self.is_read = is_read
+        self.breaker = breakers[not is_read]
         self.queue: deque[Queued] = deque()
         self.n_running = 0
 
@@ -121,12 +123,29 @@ class Mover:
                 self._finish(transfer, _failed(transfer.chunk.key, Reason.CLOSED))
                 continue
             level = transfer.source if transfer.kind is TransferKind.PROMOTE else transfer.target
-            lane = self._lanes.setdefault((level, transfer.kind), Lane(level, transfer.kind))
+            lane = self._lanes.get((level, transfer.kind)) or self._new_lane(level, transfer.kind)
             lane.queue.append(Queued(transfer, deadline))
             touched[level, transfer.kind] = lane
         for lane in touched.values():
             self._start(lane)
         self._arm_sweep()
+
+    def _new_lane(self, level: int, kind: TransferKind) -> Lane:
+        is_read = kind is TransferKind.PROMOTE
+        lane = Lane(level, self._tiers[level].name, self._breakers[level], is_read=is_read)
+        self._lanes[level, kind] = lane
+        return lane
+
+    def renew(self, level: int) -> None:
+        """Another tier takes a level's place: what still hangs in the old one keeps no lane, and opens no breaker."""
+        for key in [key for key in self._lanes if key[0] == level]:
+            lane = self._lanes.pop(key)
+            while lane.queue:
+                transfer = lane.queue.popleft().transfer
+                self._finish(transfer, _failed(transfer.chunk.key, Reason.CLOSED))
+        n_failures = self._limits.breaker_failures
+        self._breakers[level] = (Breaker(n_failures), Breaker(n_failures))
+        self._tell_breaker(level)
 
     @property
     def n_running(self) -> int:
@@ -162,7 +181,7 @@ class Mover:
                 batch.append(lane.queue.popleft())
                 nbytes += batch[-1].transfer.chunk.nbytes
             lane.n_running += 1
-            task = asyncio.create_task(self._run(lane, batch), name=f"tierkv-{self._tiers[lane.level].name}")
+            task = asyncio.create_task(self._run(lane, batch), name=f"tierkv-{lane.name}")
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -235,26 +254,27 @@ class Mover:
     async def _write(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
         """From the primary in one call, between lower levels one by one; what one of them raises is its own end."""
         direct = [t for t in transfers if t.slot is not None]
+        tiers = tuple(self._tiers)  # while one of them hangs, another may take its place
         if len(direct) == len(transfers):
-            return await self._tiers[transfers[0].target].write([(t.chunk, self._view(t)) for t in direct])
+            return await tiers[transfers[0].target].write([(t.chunk, self._view(t)) for t in direct])
         outcomes: dict[int, Outcome] = {}
         if direct:
             outcomes.update(zip([t.id for t in direct], await self._call(direct), strict=True))
         for transfer in transfers:
             if transfer.slot is None:
-                outcomes[transfer.id] = await self._write_through_bounce(transfer)
+                outcomes[transfer.id] = await self._write_through_bounce(transfer, tiers)
         return [outcomes[t.id] for t in transfers]
 
-    async def _write_through_bounce(self, transfer: Transfer) -> Outcome:
+    async def _write_through_bounce(self, transfer: Transfer, tiers: Sequence[Tier]) -> Outcome:
         """Between two lower levels, neither of which lends its memory: by way of a page-aligned buffer of our own."""
         buffer = memoryview(mmap.mmap(-1, self._stride_nbytes))
 
         async def copy() -> Sequence[Outcome]:
-            (read,) = read_outcomes = await self._tiers[transfer.source].read([(transfer.chunk.key, buffer)])
+            (read,) = read_outcomes = await tiers[transfer.source].read([(transfer.chunk.key, buffer)])
             _refuse_nonsense(read_outcomes, [transfer])
             if not read.ok:
                 return [Outcome(read.key, Status.FAILED, Reason.TIER_ERROR, read.error)]
-            return await self._tiers[transfer.target].write([(transfer.chunk, buffer)])
+            return await tiers[transfer.target].write([(transfer.chunk, buffer)])
 
         (outcome,) = await self._guarded(copy(), [transfer])
         return outcome
@@ -269,11 +289,11 @@ class Mover:
         self._on_done(Completion(transfer.id, outcome, ended))
 
     def _record(self, lane: Lane, *, success: bool, deadline: bool = False, error: Exception | None = None) -> None:
-        breaker = self._breakers[lane.level][not lane.is_read]
+        breaker = lane.breaker
         if not breaker.record(success=success, deadline=deadline):
             return
         why = f"no answer within {self._limits.deadline_s:g} s" if deadline else str(error)
-        self._log_change(lane, breaker, why)
+        self._log_change(lane, why)
         self._tell_breaker(lane.level)
         if breaker.traffic is not Traffic.STOPPED or self._closed:
             return
@@ -286,9 +306,10 @@ class Mover:
         timer = asyncio.get_running_loop().call_later(self._cooldowns_s[lane.level], trial)
         self._timers.add(timer)
 
-    def _log_change(self, lane: Lane, breaker: Breaker, why: str) -> None:
+    def _log_change(self, lane: Lane, why: str) -> None:
         """Every opening at first and then ever more rarely: a disk that stays dead must not fill the log."""
-        name, verb = self._tiers[lane.level].name, "reads" if lane.is_read else "writes"
+        breaker = lane.breaker
+        name, verb = lane.name, "reads" if lane.is_read else "writes"
         if breaker.traffic is Traffic.FLOWS:
             _log.warning("%s: %s work again", name, verb)
         elif breaker.n_opened & (breaker.n_opened - 1) == 0:

@@ -565,6 +565,45 @@ def test_a_deletion_that_failed_before_the_scan_came_by_is_charged_once_it_has()
     assert h.at_rest
 
 
+def test_a_demotion_that_hangs_keeps_no_ancestor() -> None:
+    """Its source leaves at the deadline, though its slot is the copy's until that has ended; its prefix may follow."""
+    h = over(4, disk(writes=Writes.DEMOTE))
+    k = chain("k", 4)
+    for chunk in k:
+        store(h, [chunk])
+    (copy,) = [transfer for transfer in h.take_transfers() if transfer.chunk.key == k[-1].key]
+    h.finish(copy.id, Outcome(copy.chunk.key, Status.FAILED, Reason.DEADLINE), ended=False)
+    assert h.find(k[-1].key) == ABSENT
+    assert h.levels[0].counts.dropped == {"deadline": 1}
+    h.set_traffic(1, reads=Traffic.FLOWS, writes=Traffic.STOPPED)
+    assert h.levels[0].demoting_nbytes == 0, "no room that anybody may count on"
+    assert h.primary.quarantined_nbytes == SLOT
+    assert len(store(h, chain("other", 3))) == 3, "all others could leave"
+    h.check()
+    h.finish(copy.id, Outcome(copy.chunk.key, Status.OK))
+    h.set_traffic(1, reads=Traffic.FLOWS, writes=Traffic.FLOWS)
+    run(h)
+    assert h.primary.quarantined_nbytes == 0 and h.find(k[-1].key) == ABSENT, "late, and taken back"
+
+
+def test_a_demotion_that_hangs_leaves_its_source_to_who_reads_it() -> None:
+    """A lease keeps what it holds, whatever becomes of the copy down."""
+    h = over(2, disk(writes=Writes.DEMOTE))
+    k = chain("k", 2)
+    for chunk in k:
+        store(h, [chunk])
+    (copy,) = h.take_transfers()
+    entry = h.primary.get(copy.chunk.key)
+    assert entry is not None
+    h.hold(entry)
+    h.finish(copy.id, Outcome(copy.chunk.key, Status.FAILED, Reason.DEADLINE), ended=False)
+    assert entry.state is READY and h.find(copy.chunk.key) == 0
+    h.finish(copy.id, Outcome(copy.chunk.key, Status.FAILED, Reason.DEADLINE))
+    assert entry.state is READY and h.find(copy.chunk.key) == 0
+    h.release(entry)
+    h.check()
+
+
 def test_a_trial_that_was_called_off_lets_the_next_one_through() -> None:
     """A promotion on trial that its asker gave up before it was read tells nothing: another one is tried."""
     h = over(2, disk())

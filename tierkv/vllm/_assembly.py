@@ -67,7 +67,7 @@ def make_manager(spec: Any, clock: Clock = time.monotonic) -> TierKVManager:
         hierarchy,
         groups,
         PageDoor(spec),
-        below=Below(levels, _mover_loop(spec, len(plans))) if levels else None,
+        below=Below(levels, _mover_loop(spec, len(plans)), clock) if levels else None,
         store_reserve=spec.store_reserve,
         lookup_deadline_s=options.lookup_deadline_s,
         metrics=metrics,
@@ -237,4 +237,5 @@ def lower_level(index: int, options: TierOptions) -> LowerLevel:
         medium=Medium.STORAGE,
         locality=Locality(options.locality) if options.locality is not None else None,
         emits_events=options.enable_kv_events,
+        retry_s=options.breaker_cooldown_s,
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,7 +22,7 @@ from typing import Any, Protocol
 from tierkv._breaker import Traffic
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import Completion
-from tierkv.protocols import Admission, Bounded, Charging, EvictionPolicy, ScanTier, Tier
+from tierkv.protocols import Admission, Bounded, Charging, Clock, EvictionPolicy, ScanTier, Tier
 from tierkv.types import ChunkKey, Transfer, TransferKind
 from tierkv.vllm import _compat
 from tierkv.vllm._books import EpochHierarchy
@@ -73,6 +74,12 @@ class LowerLevel:
     tier: Tier | None = None
     scan: ScanTier | None = None
     """The tier, if it is one that scans and probes."""
+    since_s: float = 0.0
+    """When it came to its state, where that matters: FAILED or DRAINING."""
+    n_failed: int = 0
+    """Openings in a row that failed."""
+    retry_s: float = 5.0
+    """Until a tier that could not be opened is tried again."""
     bounded: Bounded | None = None
     charging: Charging | None = None
     """The latest tier that said what a chunk occupies; it answers for what it took even while another one opens."""
@@ -108,15 +115,17 @@ class Below:
     Args:
         levels: fastest first; level ``i`` here is level ``i + 1`` of the hierarchy.
         loop: the Mover's thread.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, levels: Sequence[LowerLevel], loop: MoverLoop) -> None:
+    def __init__(self, levels: Sequence[LowerLevel], loop: MoverLoop, clock: Clock = time.monotonic) -> None:
         self.levels = tuple(levels)
         self._loop = loop
+        self._clock = clock
         self._epoch = FIRST_EPOCH
         self._identity: bytes | None = None
         self._settled = False
-        """Nothing left for :meth:`keep_open` to do: every level is open, refused or failed."""
+        """Nothing left for :meth:`keep_open` to do: every level is open or refused."""
 
     @property
     def opening(self) -> bool:
@@ -142,15 +151,25 @@ class Below:
             self._identify(page)
         self._settled = True
         for index, level in enumerate(self.levels, 1):
-            if level.state is LevelState.DRAINING and not hierarchy.busy(index):
+            if level.state is LevelState.DRAINING and self._drained(hierarchy, index):
                 hierarchy.abandon(index)
+                level.state = LevelState.CLOSED
+            if level.state is LevelState.FAILED and self._clock() - level.since_s >= level.retry_s:
                 level.state = LevelState.CLOSED
             if level.state is LevelState.CLOSED and self._identity is not None:
                 level.attach(None)
                 level.state = LevelState.OPENING
                 self._loop.open(index, level.make_tier(), level.capacity_nbytes, self._namespace())
-            if level.state in {LevelState.CLOSED, LevelState.OPENING, LevelState.DRAINING}:
+            if level.state not in {LevelState.OPEN, LevelState.REFUSED}:
                 self._settled = False
+
+    def _drained(self, hierarchy: EpochHierarchy, index: int) -> bool:
+        """Whether all has ended that was under way before a reset. What hangs past every deadline is given up."""
+        level = self.levels[index - 1]
+        if hierarchy.busy(index) and self._clock() - level.since_s >= self._loop.deadline_s:
+            logger.warning("Tier %s hangs in copies from before a reset and is opened anew beside them", level.name)
+            hierarchy.disown(index)
+        return not hierarchy.busy(index)
 
     def _identify(self, page: Identified) -> None:
         identities = page.identities()
@@ -174,8 +193,8 @@ class Below:
         self._settled = False
         for index, level in enumerate(self.levels, 1):
             hierarchy.set_open(index, is_open=False)
-            if level.state in {LevelState.OPEN, LevelState.OPENING}:
-                level.state = LevelState.DRAINING
+            if level.state in {LevelState.OPEN, LevelState.OPENING, LevelState.FAILED}:
+                level.state, level.since_s = LevelState.DRAINING, self._clock()
 
     # -- down and up ----------------------------------------------------------------------------------------------
 
@@ -215,11 +234,18 @@ class Below:
             level.reads, level.writes = news.reads, news.writes
         elif isinstance(news, Opened) and level.state is LevelState.OPENING:
             level.attach(news.tier)
-            level.state = LevelState.OPEN
+            level.state, level.n_failed = LevelState.OPEN, 0
             hierarchy.refresh()
         elif isinstance(news, Closed) and level.state is LevelState.OPENING:
-            level.state = LevelState.FAILED
-            logger.error("Tier %s could not be opened and stays closed: %s", level.name, news.error)
+            level.state, level.since_s = LevelState.FAILED, self._clock()
+            level.n_failed += 1
+            if level.n_failed & (level.n_failed - 1) == 0:
+                logger.error(
+                    "Tier %s could not be opened and is tried again every %g s: %s",
+                    level.name,
+                    level.retry_s,
+                    news.error,
+                )
         elif isinstance(news, Absorbed) and level.tier is news.tier:
             hierarchy.absorb(news.level, news.found)
         if level.state is LevelState.OPEN:

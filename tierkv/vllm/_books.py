@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tierkv._hierarchy import Hierarchy
-from tierkv.types import Reason
+from tierkv.types import Outcome, Reason, Status, TransferKind
 
 
 class EpochHierarchy(Hierarchy):
     """A hierarchy whose lower levels can begin again under another namespace."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._disowned: set[int] = set()
+        """Transfers of an earlier epoch that hang: they keep their slots, and nothing they say is believed."""
+
     def busy(self, index: int) -> bool:
         """Whether a copy from or to this level is under way. O(copies)."""
-        return any(index in (flight.transfer.source, flight.transfer.target) for flight in self._flights.values())
+        return any(id_ not in self._disowned for id_ in self._touching(index))
+
+    def _touching(self, index: int) -> list[int]:
+        flights = self._flights.items()
+        return [id_ for id_, flight in flights if index in (flight.transfer.source, flight.transfer.target)]
+
+    def disown(self, index: int) -> None:
+        """Wait no longer for copies and deletions of this level that hang: they belong to a tier that is given up."""
+        self._disowned.update(self._touching(index))
+        for entry in self.levels[index].ledger.gone():
+            entry.stored = False  # what is under its key from now on is another tier's
+
+    def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:
+        """As for any hierarchy; a transfer that was disowned only gives back what it kept."""
+        if transfer_id in self._disowned:
+            if ended:
+                self._disowned.discard(transfer_id)
+            deletes = self._flights[transfer_id].transfer.kind is TransferKind.DELETE
+            outcome = Outcome(outcome.key, Status.OK if deletes else Status.FAILED, Reason.RESET)
+        super().finish(transfer_id, outcome, ended=ended)
 
     def abandon(self, index: int) -> None:
         """Forget all that a level holds and leave it on the medium, under a namespace that nobody asks for any more.
@@ -24,6 +50,8 @@ class EpochHierarchy(Hierarchy):
         for entry in list(level.ledger):
             entry.stored = False
             self._leave(level, entry, Reason.RESET)
-        for entry in level.ledger.gone():
+        for key, entry in level.stuck.items():
             # Deletions that failed: the bytes are the tier's to account for, under its share of the root.
-            level.ledger.free(entry)
+            if key not in level.leaving:
+                level.ledger.free(entry)
+        level.stuck.clear()

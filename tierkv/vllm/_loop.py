@@ -108,6 +108,11 @@ class MoverLoop:
         self._n_left = 0
         """Batches and tiers that had not ended when they were given up."""
 
+    @property
+    def deadline_s(self) -> float:
+        """After it every transfer has been reported, be it as one that hangs."""
+        return self._limits.deadline_s
+
     # -- the scheduler's side -----------------------------------------------------------------------------------
 
     def open(self, index: int, tier: Tier, capacity_nbytes: int, namespace: bytes) -> None:
@@ -225,8 +230,19 @@ class MoverLoop:
         if scan is not None:
             scan.cancel()
             await asyncio.wait({scan})
+        if self._mover is not None:
+            self._mover.renew(index)
         if tier is not None:
+            # It may wait for a call that hangs; its successor does not.
+            closing = self._spawn(self._close_quietly(tier))
+            await asyncio.wait({closing}, timeout=_CLOSE_S / 3)
+
+    @staticmethod
+    async def _close_quietly(tier: Tier) -> None:
+        try:
             await tier.aclose()
+        except Exception as error:  # noqa: BLE001 - a third party's tier may raise anything; its successor opens all the same
+            logger.debug("tier %s did not close: %r", tier.name, error)
 
     async def _scan(self, index: int, tier: ScanTier) -> None:
         try:

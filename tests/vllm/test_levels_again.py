@@ -1,0 +1,170 @@
+"""A level below that could not be opened, or hangs through a reset: it is there again, and nothing is mixed up."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.vllm.manager_kit import Kit, keys_of
+from tierkv import MemoryTier
+from tierkv.types import ChunkKey
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class OneOfMany(MemoryTier):
+    """Each instance has a gate of its own, at which its copies and deletions hang while it is shut."""
+
+    made: ClassVar[list[OneOfMany]] = []
+    n_refusals: ClassVar[int] = 0
+    """So many openings fail first."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(n_slots=64, name="below")
+        self.gate = threading.Event()
+        self.gate.set()
+        self.n_waiting = 0
+        self.n_deletes = 0
+        self.made.append(self)
+
+    async def open(self, ctx: Any) -> None:
+        if OneOfMany.n_refusals:
+            OneOfMany.n_refusals -= 1
+            raise OSError(5, "no disk today")
+        await super().open(ctx)
+
+    async def _pass(self) -> None:
+        from asyncio import to_thread
+
+        self.n_waiting += 1
+        await to_thread(self.gate.wait)
+        self.n_waiting -= 1
+
+    async def write(self, items: Any) -> Any:
+        outcomes = await super().write(items)
+        await self._pass()
+        return outcomes
+
+    async def delete(self, keys: Any) -> None:
+        await self._pass()
+        self.n_deletes += len(keys)
+        await super().delete(keys)
+
+    async def aclose(self) -> None:
+        await self._pass()
+        await super().aclose()
+
+    @property
+    def chunks(self) -> dict[ChunkKey, bytes]:
+        return self._chunks
+
+
+@pytest.fixture
+def tier():
+    OneOfMany.made.clear()
+    OneOfMany.n_refusals = 0
+    yield {"type": "OneOfMany", "module_path": __name__, "capacity": "1MiB", "breaker_cooldown_s": 7.0}
+    for made in OneOfMany.made:
+        made.gate.set()
+
+
+def _engine(tier: dict[str, Any], clock: ManualClock, **extra: Any) -> Kit:
+    return Kit(8, [tier], clock=clock, **extra)
+
+
+def test_a_tier_that_could_not_be_opened_is_tried_again(tier):
+    """Two openings fail; after the pause each, and not before, another one is tried, and then all goes its way."""
+    OneOfMany.n_refusals = 2
+    clock = ManualClock()
+    engine = _engine(tier, clock)
+    try:
+        below, keys = engine.manager._below.levels[0], keys_of("a", 2)
+        for n in (1, 2):
+            engine.until(lambda n=n: below.n_failed == n)
+            clock.now += 6.9
+            engine.step()
+            assert below.state.name == "FAILED"
+            assert len(engine.store(keys_of(f"k{n}", 2))) == 2, "host memory serves as if there were no tier"
+            clock.now += 0.2
+            engine.step()
+        engine.until(lambda: engine.hierarchy.levels[1].open)
+        assert below.n_failed == 0
+        engine.store(keys)
+        engine.until(engine.at_rest)
+        assert set(OneOfMany.made[-1].chunks) >= set(keys)
+    finally:
+        engine.close()
+
+
+def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier):
+    """Copies from before the reset hang: after the deadline another tier opens, and their late end touches nothing."""
+    clock = ManualClock()
+    engine = _engine(tier, clock, transfer_deadline_s=30.0)
+    try:
+        keys, later = keys_of("a", 5), keys_of("b", 2)
+        engine.until(lambda: engine.hierarchy.levels[1].open)
+        old = OneOfMany.made[-1]
+        old.gate.clear()
+        context = engine.request(keys)
+        for key in keys:  # each a batch of its own: more than may run at once
+            engine.store([key], context)
+        engine.until(lambda: old.n_waiting == 4)
+        engine.manager.reset_cache()
+        for _ in range(5):
+            engine.step()
+        clock.now += 29.0
+        engine.step()
+        assert engine.manager._below.levels[0].state.name == "DRAINING", "no sooner than every copy was reported"
+        clock.now += 2.0
+        engine.until(lambda: engine.hierarchy.levels[1].open, timeout_s=20.0)
+        new = OneOfMany.made[-1]
+        assert new is not old
+        assert engine.statistics().n_quarantined == 4, "what the old one may still read"
+        engine.store(later)
+        engine.until(lambda: set(new.chunks) == set(later))
+        old.gate.set()
+        engine.until(engine.at_rest)
+        assert set(new.chunks) == set(later) and new.n_deletes == 0
+        assert engine.statistics().n_quarantined == engine.statistics(1).n_quarantined == 0
+        engine.store(keys)
+        engine.until(lambda: set(new.chunks) == {*keys, *later})
+    finally:
+        old.gate.set()
+        engine.close()
+
+
+def test_a_deletion_that_failed_before_a_reset_is_forgotten_with_it(tier):
+    """Its entry was kept in a list of what to try again, and the next try met what was no more."""
+    clock = ManualClock()
+    engine = _engine(tier, clock)
+    try:
+        keys = keys_of("a", 1)
+        engine.until(lambda: engine.hierarchy.levels[1].open)
+        old = OneOfMany.made[-1]
+        engine.store(keys)
+        engine.until(engine.at_rest)
+        real, old.delete = old.delete, _refuse
+        engine.hierarchy.delete(keys)
+        engine.until(lambda: bool(engine.hierarchy.levels[1].stuck))
+        old.delete = real
+        engine.manager.reset_cache()
+        engine.until(lambda: engine.hierarchy.levels[1].open)
+        for _ in range(3):
+            engine.step()
+            engine.hierarchy.refresh()
+        engine.until(engine.at_rest)
+        assert OneOfMany.made[-1].n_deletes == 0
+    finally:
+        engine.close()
+
+
+async def _refuse(_keys: Any) -> None:
+    raise OSError(30, "read-only")
