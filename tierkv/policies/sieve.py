@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf
 
-from tierkv.policies._laps import LAP, Laps
-from tierkv.policies._stamp_heap import Item
+from tierkv.policies._laps import LAP, Laps, Place
 from tierkv.types import Chunk, ChunkKey
 
 
@@ -29,54 +28,52 @@ class SIEVE(Laps):
         if self._hand % LAP >= self._place:
             # The hand has taken the newest chunk: it goes on at the oldest, and to what is new after that.
             self._hand += LAP - self._place
-        self._catch_up()
-        now, later, aside = self._now, self._later, self._aside
+        if self._hand >= self._lap + LAP:
+            self._catch_up()
+        items, now = self._items, self._now
         for chunk in reversed(chunks):
-            key = chunk.key
-            if key not in now and key not in later and key not in aside:
+            key = chunk[0]  # by number, here and below: every access comes by, and a name takes twice as long
+            if key not in items:
                 self._place += 1
-                now[key] = Item(key, self._lap + self._place)
+                items[key] = item = Place(key, self._lap, self._place)
+                now.append(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        now, later, aside = self._now, self._later, self._aside
-        place_of_hand = self._hand % LAP
-        lap = self._hand - place_of_hand
+        get = self._items.get
+        number_of_hand = self._hand % LAP
+        next_lap = self._hand - number_of_hand + LAP
         for chunk in chunks:
-            key = chunk[0]  # by number: every access comes by, and a name takes twice as long
-            item = now.get(key) or later.get(key) or aside.get(key)
+            item = get(chunk[0])
             if item is not None:
-                place = item.stamp % LAP
-                item.stamp = lap + place + (LAP if place > place_of_hand else 2 * LAP)
+                number = item.number
+                item.stamp = next_lap + number if number > number_of_hand else next_lap + LAP + number
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        item = self._now.pop(key, None) or self._later.pop(key, None) or self._aside.pop(key, None)
+        item = self._items.pop(key, None)
         if item is None:
             return
+        item.stands = False
         self._heap.drop(item)
         if evicted and item.stamp > self._hand:
             self._hand = item.stamp
+        self._tidy()
 
     def victims(self) -> Iterator[ChunkKey]:
         """Every resident key in the order in which the hand would take them, less what is held. Lazy."""
         turn = self._heap.begin()
-        self._move()
-        aside, prefix = self._heap.entries, self._passed
-        end = self._lap
+        self._catch_up()
+        self._pass()
+        aside, end = self._heap.entries, self._lap
         for lines in ((self._now,), (self._later, self._now), (self._later, self._now)):
             begin, end = end, end + LAP
             for line in lines:
-                for item in line.values():
-                    if item.held:
-                        self._met.append(item)
-                    elif begin <= item.stamp < end:
-                        prefix = []  # beyond somebody who stays for now, nobody has been passed
+                for item in line:
+                    if item.stands and not item.held and begin <= item.stamp < end:
                         while aside and (early := self._heap.take(item.stamp)) is not None:
                             yield early.key
                             self._heap.check(turn)
                         yield item.key
                         self._heap.check(turn)
-                    elif line is self._now:
-                        prefix.append(item)
         while (early := self._heap.take(inf)) is not None:
             yield early.key
             self._heap.check(turn)
@@ -85,17 +82,14 @@ class SIEVE(Laps):
         """Forget the ``n_chunks`` that :meth:`victims` would name first; their keys, in order."""
         gone: list[ChunkKey] = []
         self._heap.begin()
-        self._move()
-        now, end = self._now, self._lap + LAP
-        while now and len(gone) < n_chunks and not self._heap.entries:
-            key, item = now.popitem(last=False)
-            if item.held:
-                self._aside[key] = item
-            elif item.stamp >= end:
-                self._later[key] = item
-            else:
-                self._hand = item.stamp
-                gone.append(key)
+        if self._hand >= self._lap + LAP:
+            self._catch_up()
+        now, waiting = self._now, self._heap.entries
+        while len(gone) < n_chunks and not waiting and self._pass():
+            item = now.popleft()
+            self._hand = item.stamp
+            del self._items[item.key]
+            gone.append(item.key)
         if len(gone) < n_chunks:
             for key in list(islice(self.victims(), n_chunks - len(gone))):
                 self.on_remove(key, evicted=True)
