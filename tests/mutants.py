@@ -117,15 +117,36 @@ OURS: Final = [
     Mutant(
         "a held leaf is climbed past",
         POLICIES + "_leaf_order.py",
-        "                if parent.n_children or parent.held:\n",
-        "                if parent.n_children:\n",
+        "                if parent.n_children or parent.held or number",
+        "                if parent.n_children or number",
         "pytest tests/property/test_lru.py",
     ),
     Mutant(
         "a climb overtakes an older leaf",
         POLICIES + "_leaf_order.py",
-        "                if parent.stamp > bound or len(gone) >= n_chunks:\n",
+        "                if parent.stamp != stamp or len(gone) >= n_chunks:\n",
         "                if len(gone) >= n_chunks:\n",
+        "pytest tests/property/test_lru.py",
+    ),
+    Mutant(
+        "a place in the line is not handed on to a parent",
+        POLICIES + "_leaf_order.py",
+        "            self._line[place] = parent\n",
+        "            pass\n",
+        "pytest tests/property/test_lru.py",
+    ),
+    Mutant(
+        "a line grows with every use",
+        POLICIES + "_leaf_order.py",
+        "        self._pass(self._front + n_over - 1)\n",
+        "",
+        "pytest tests/property/test_lru.py",
+    ),
+    Mutant(
+        "who loses a place in a long line is lost",
+        POLICIES + "_leaf_order.py",
+        "            if seat.stamp == passed:\n                self.readmit((seat,))\n",
+        "",
         "pytest tests/property/test_lru.py",
     ),
     Mutant(
@@ -136,10 +157,10 @@ OURS: Final = [
         "pytest tests/property/test_lru.py",
     ),
     Mutant(
-        "a chunk let go while it is aside never leaves",
-        "tierkv/_order.py",
-        "                    self._seating.readmit(entry)\n",
-        "                    pass\n",
+        "a chunk let go while it has no place never leaves",
+        LEDGER,
+        "            self._order.release(idle)\n",
+        "            pass\n",
         core.RUN,
     ),
     Mutant(
@@ -244,8 +265,8 @@ OURS: Final = [
     Mutant(
         "a kept chunk that leaves makes its head last",
         POLICIES + "_leaf_order.py",
-        "    parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)\n",
-        "    parent.stamp = stamp\n",
+        "        parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)\n",
+        "        parent.stamp = stamp\n",
         "pytest tests/unit/test_hints.py -k takes_no_keep",
     ),
     Mutant(

@@ -47,7 +47,7 @@ class Flow:
         top, below, entry = self.levels[0], self.levels[flight.transfer.source], flight.target
         assert entry is not None
         if entry.state is PENDING and outcome.ok:
-            self.primary.commit(entry)
+            self.primary.commit((entry,))
             below.counts.read += 1
             below.counts.read_nbytes += entry.chunk.nbytes
             self._emit(top, EventKind.STORED, entry.chunk)
@@ -68,7 +68,7 @@ class Flow:
             entry.stored = True
             self._unstick(level, entry.chunk.key)
         if entry.state is PENDING and outcome.ok:
-            level.ledger.commit(entry)
+            level.ledger.commit((entry,))
             level.counts.stored += 1
             level.counts.written += 1
             level.counts.written_nbytes += entry.chunk.nbytes
@@ -337,8 +337,9 @@ class Flow:
 
     def _release(self, level: LevelBooks, *entries: Entry) -> None:
         level.ledger.release(*entries)
-        for entry in dict.fromkeys([entry for entry in entries if entry.state is GONE]):
-            self._settle(level, entry)
+        if level.ledger.n_gone:
+            for entry in dict.fromkeys([entry for entry in entries if entry.state is GONE]):
+                self._settle(level, entry)
 
     def _settle(self, level: LevelBooks, entry: Entry) -> None:
         """Free a GONE entry's space once nothing touches it; below the primary that takes a deletion first."""

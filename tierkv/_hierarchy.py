@@ -121,26 +121,15 @@ class Hierarchy(Room):
         one slot. Nothing offered, shielded, held or pending is evicted to make room; a full refusal changes nothing.
         ``tentative`` callers offer what was FULL again if told to ``retry``: it is counted only then.
         """
-        if len(chunks) == 1 and (entry := self.offer_one(chunks[0])) is not None:
-            return Offer([entry], [], [])
-        return self._offer_many(chunks, shielded, tentative=tentative)
-
-    def offer_one(self, chunk: Chunk) -> Entry | None:
-        """:meth:`offer` where that takes no more than a free slot for a chunk that is not here. None: it takes more."""
-        if not self._undemanding or self.primary.get(chunk[0]) is not None or chunk.nbytes > self._slot_nbytes:
-            return None
-        taken = self.primary.reserve((chunk,))
-        if not taken:
-            return None
-        self.levels[0].counts.offered += 1
-        return taken[0]
-
-    def _offer_many(self, chunks: Sequence[Chunk], shielded: Collection[ChunkKey], *, tentative: bool) -> Offer:
+        # Sorting is stable, and quick where they are in order.
+        reserved = self.offer_new(sorted(chunks, key=_end_token) if len(chunks) > 1 else chunks, shielded)
+        if reserved is not None:
+            return Offer(reserved, [], [])
         level = self.levels[0]
         present, refused, wanted = self._sift(chunks)
         n_twice = len(chunks) - len(present) - len(refused) - len(wanted)
         if len(wanted) > 1:
-            wanted.sort(key=_end_token)  # stable, and quick where they are in order
+            wanted.sort(key=_end_token)
         reserved = self._take_primary(wanted, chunks, shielded) if wanted else []
         if len(reserved) < len(wanted):
             refused += [(chunk, Reason.FULL) for chunk in wanted[len(reserved) :]]
@@ -155,16 +144,16 @@ class Hierarchy(Room):
             self._trim(level, chunks, shielded)
         return Offer(reserved, present, refused, retry)
 
-    def commit_store(self, entries: Iterable[Entry]) -> None:
+    def commit_store(self, entries: Sequence[Entry]) -> None:
         """The device's bytes are in these slots: the chunks can be read, and lower levels follow."""
         level = self.levels[0]
-        stored: list[Entry] = []
-        for entry in entries:
-            if entry.state is GONE:
-                self._writer_ended(level, entry)
-            else:
-                stored.append(entry)
-        self.primary.commit(*stored)
+        stored = entries
+        if self.primary.quarantined_nbytes:
+            stored = [entry for entry in entries if entry.state is not GONE]
+            for entry in entries:
+                if entry.state is GONE:
+                    self._writer_ended(level, entry)
+        self.primary.commit(stored)
         if self.record_events:
             for entry in stored:
                 self._emit(level, EventKind.STORED, entry.chunk)

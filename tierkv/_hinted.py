@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
 from tierkv._turns import hint_aware
@@ -78,7 +78,7 @@ class HintedOrder:
     release: Callable[[ChunkKey], None]
     evict: Callable[[int], list[ChunkKey]]
     touch: Callable[[Sequence[Seat]], None]
-    readmit: Callable[[Seat], None]
+    readmit: Callable[[Iterable[Seat]], None]
     seat: Callable[[Sequence[Seat], Sequence[Chunk]], None]
     unseat: Callable[[Seat], None]
     evict_seats: Callable[[int], Sequence[Seat]]

@@ -55,6 +55,8 @@ class Ledger:
         self._slots = None if n_slots is None else Slots(n_slots, slot_nbytes)
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
+        self.free_slots: Sequence[int] = () if self._slots is None else self._slots.free
+        """The list itself, which only the ledger changes: how many slots are free is asked at every offer."""
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
         self.follow(policy)
@@ -82,9 +84,9 @@ class Ledger:
         """Negative while a shared root's share has shrunk below what this owner holds."""
         return self.capacity_nbytes - self.pending_nbytes - self.ready_nbytes - self.quarantined_nbytes
 
-    def absent(self, keys: AbstractSet[ChunkKey]) -> bool:
-        """Whether none of them is here."""
-        return self._index.keys().isdisjoint(keys)
+    def lacks(self, keys: AbstractSet[ChunkKey], n_keys: int) -> bool:
+        """Whether these are ``n_keys`` keys, none of which is here."""
+        return len(keys) == n_keys and self._index.keys().isdisjoint(keys)
 
     @property
     def n_gone(self) -> int:
@@ -118,7 +120,8 @@ class Ledger:
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
         index = self._index
-        taken = self._slots.fill(chunks) if self._slots is not None else self._fitting(chunks)
+        slots = self._slots
+        taken = slots.fill(chunks) if slots is not None else self._fitting(chunks)
         n = len(taken)
         if not n:
             return taken
@@ -127,7 +130,7 @@ class Ledger:
             index[entry.key] = entry
         assert len(index) == n_before + n, "a key is reserved once"
         self.n_pending += n
-        self.pending_nbytes += self._charged(taken)
+        self.pending_nbytes += n * slots.slot_nbytes if slots is not None else self._charged(taken)
         self._order.insert(taken, chunks if n == len(chunks) else chunks[:n])
         return taken
 
@@ -143,16 +146,17 @@ class Ledger:
             taken.append(Entry(chunk, charge, PENDING))
         return taken
 
-    def commit(self, *entries: Entry) -> None:
+    def commit(self, entries: Sequence[Entry]) -> None:
         """The copies into these PENDING entries have ended well: they can be read."""
-        nbytes = 0
         for entry in entries:
             assert entry.state is PENDING and entry.writing
             entry.state = READY
             entry.stored = True
             entry.writing = False
-            nbytes += entry.charge_nbytes
-        self.n_pending -= len(entries)
+            entry.held = entry.holds > 0
+        n = len(entries)
+        nbytes = n * self._slots.slot_nbytes if self._slots is not None else self._charged(entries)
+        self.n_pending -= n
         self.pending_nbytes -= nbytes
         self.ready_nbytes += nbytes
         self._order.commit(entries)
@@ -219,11 +223,10 @@ class Ledger:
         """Ban their eviction and the reuse of their space until the matching :meth:`release`."""
         fresh: list[Entry] = []
         for entry in entries:
-            if entry.holds:
-                entry.holds += 1
-            else:
-                entry.holds = 1
+            if not entry.holds:
+                entry.held = True
                 fresh.append(entry)
+            entry.holds += 1
         if fresh:
             self.n_held += len(fresh)
             self.held_nbytes += self._charged(fresh)
@@ -236,6 +239,7 @@ class Ledger:
             assert entry.holds > 0, "each release matches a hold"
             entry.holds -= 1
             if not entry.holds:
+                entry.held = entry.state is PENDING
                 idle.append(entry)
         if idle:
             self.n_held -= len(idle)

@@ -8,7 +8,7 @@ leaves comes back as entries.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from tierkv._entry import PENDING, READY, Entry
 from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, PinAware, Seating
@@ -39,7 +39,7 @@ class KeyedOrder:
                 if entry.state is PENDING or entry.holds:
                     hold(entry.key)
 
-    def commit(self, entries: Iterable[Entry]) -> None:
+    def commit(self, entries: Sequence[Entry]) -> None:
         """Entries that have become READY."""
         if self._commits is not None:
             for entry in entries:
@@ -97,7 +97,7 @@ class KeyedOrder:
 
 
 class SeatedOrder(KeyedOrder):
-    """By entry, each of which is the policy's seat.
+    """By entry, each of which is the policy's seat. The ledger says in the entry itself that it is held.
 
     Args:
         policy: an order that has no chunks yet.
@@ -108,15 +108,18 @@ class SeatedOrder(KeyedOrder):
         super().__init__(cast("EvictionPolicy", policy), index)
         policy.share(index)
         self._seating = policy
+        # What costs every chunk a call goes straight to the policy.
+        direct: Any = policy
+        self.insert = direct.seat  # type: ignore[method-assign]
+        self.release = direct.readmit  # type: ignore[method-assign]
+        if self._commits is None:
+            self.commit = direct.readmit  # type: ignore[method-assign]
 
-    def insert(self, entries: Sequence[Entry], chunks: Sequence[Chunk]) -> None:
-        self._seating.seat(entries, chunks)
-
-    def commit(self, entries: Iterable[Entry]) -> None:
+    def commit(self, entries: Sequence[Entry]) -> None:
         if self._commits is not None:
             for entry in entries:
                 self._commits.on_commit(entry.key)
-        self.release([entry for entry in entries if not entry.holds])
+        self._seating.readmit(entries)
 
     def access(self, entries: Sequence[Entry], *, learned: bool) -> None:
         if learned:
@@ -125,24 +128,19 @@ class SeatedOrder(KeyedOrder):
             self._seating.touch(entries)
 
     def hold(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            entry.held = True
-
-    def release(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            if entry.state is READY:
-                entry.held = False
-                if not (entry.queued or entry.n_children):
-                    self._seating.readmit(entry)
+        """Nothing: who is held says so."""
 
     def remove(self, entry: Entry, *, evicted: bool) -> None:  # noqa: ARG002 - it keeps no ghosts
         self._seating.unseat(entry)
 
     def evict(self, n_chunks: int, spared: Iterable[Entry]) -> list[Entry] | None:
         spared = [entry for entry in spared if not entry.held]
-        self.hold(spared)
+        for entry in spared:
+            entry.held = True
         gone = cast("list[Entry]", self._seating.evict_seats(n_chunks))  # they are ours: nobody else lends it any
-        self.release(spared)
+        for entry in spared:
+            entry.held = False
+        self._seating.readmit(spared)
         return gone
 
     def check(self) -> None:

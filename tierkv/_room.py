@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from tierkv._flow import PATIENCE, Flow
+from tierkv._flow import NOTHING, PATIENCE, Flow
 from tierkv._ledger import Entry
 from tierkv._level import LevelPlan
 from tierkv.types import Chunk, ChunkKey, Reason
@@ -28,23 +28,49 @@ class Room(Flow):
         self._slot_nbytes = plan.slot_nbytes
         self._undemanding = plan.admission is None and not self.levels[0].demotes
         """The primary takes whoever comes, and who leaves it leaves no copy: a free slot is all that an offer needs."""
+        self._get, self._free_slots = self.primary.get, self.primary.free_slots
         self._n_ahead = min(_MOST_AHEAD, (plan.n_slots or 0) >> _AHEAD_SHIFT) if evicts_ahead else 0
+
+    def offer_new(self, chunks: Sequence[Chunk], shielded: Collection[ChunkKey] = NOTHING) -> list[Entry] | None:
+        """:meth:`~tierkv._hierarchy.Hierarchy.offer` where all chunks are new and go in: the usual case, cheaply.
+
+        ``chunks`` are in the order of their end tokens. None: it takes more, and none was offered; but who may leave at
+        once may have left.
+        """
+        if not (chunks and self._undemanding):
+            return None
+        n_chunks, primary = len(chunks), self.primary
+        if n_chunks == 1:
+            key, _, _, _, longest_nbytes, _, _ = chunks[0]
+            if self._get(key) is not None:
+                return None
+        else:
+            longest_nbytes = max([chunk[_NBYTES] for chunk in chunks])
+            if not primary.lacks({chunk[0] for chunk in chunks}, n_chunks):
+                return None
+        n_short = n_chunks - len(self._free_slots)
+        if longest_nbytes > self._slot_nbytes or (n_short > 0 and not self._make_way(chunks, n_short, shielded)):
+            return None
+        self.levels[0].counts.offered += n_chunks
+        return primary.reserve(chunks)
+
+    def _make_way(self, wanted: Sequence[Chunk], n_short: int, shielded: Collection[ChunkKey]) -> bool:
+        """Evict a few more than are in the way of new chunks. False: there are some who may not leave at once."""
+        if shielded or self.guarded:
+            return False
+        gone = self.primary.evict(max(n_short, self._n_ahead), self._spared(wanted, wanted))
+        if gone is None:
+            return False
+        self._evicted(self.levels[0], gone)
+        return len(gone) >= n_short
 
     def _sift(self, chunks: Sequence[Chunk]) -> tuple[list[Entry], list[tuple[Chunk, Reason]], list[Chunk]]:
         """Which of the chunks are here, which may not enter, and which want room, each of those once."""
         level, get, admits = self.levels[0], self.primary.get, self.primary.admits
         slot_nbytes, everybody = self._slot_nbytes, level.plan.admission is None
-        fresh = {chunk[0]: chunk for chunk in chunks}
-        if (
-            self._undemanding
-            and len(fresh) == len(chunks)
-            and self.primary.absent(fresh.keys())
-            and max([chunk[_NBYTES] for chunk in chunks], default=0) <= slot_nbytes
-        ):
-            return [], [], list(chunks)  # the usual case, in a third of the time
         present: list[Entry] = []
         refused: list[tuple[Chunk, Reason]] = []
-        fresh.clear()
+        fresh: dict[ChunkKey, Chunk] = {}
         for chunk in chunks:
             key = chunk[0]  # by number: every chunk that vLLM offers comes by
             entry = get(key)

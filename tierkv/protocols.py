@@ -6,7 +6,7 @@ A protocol is frozen: a new method would be a new major version. What only some 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tierkv.types import Chunk, ChunkKey, Found, Outcome, Turn
@@ -190,7 +190,7 @@ class BatchEvicting(Protocol):
 class Seat:
     """One resident chunk as an order sees it, in an object that belongs to somebody else; see :class:`Seating`."""
 
-    __slots__ = ("heaped", "held", "key", "link", "n_children", "queued", "stamp")
+    __slots__ = ("heaped", "held", "key", "link", "n_children", "stamp")
 
     key: ChunkKey
     link: ChunkKey | None
@@ -199,9 +199,7 @@ class Seat:
     """0 while the order does not rank it; the higher, the later it leaves."""
     n_children: int
     held: bool
-    """It may not leave. The owner sets it; whoever clears it asks :meth:`Seating.readmit`."""
-    queued: bool
-    """It stands in the order's line."""
+    """It may not leave. Its owner says so; whoever clears it tells :meth:`Seating.readmit`."""
     heaped: list[Any] | None
     """Its place in the order's heap."""
 
@@ -211,7 +209,6 @@ class Seat:
         self.stamp = 0
         self.n_children = 0
         self.held = False
-        self.queued = False
         self.heaped = None
 
 
@@ -236,8 +233,8 @@ class Seating(Protocol):
         """:meth:`~EvictionPolicy.on_access` where no chunk says more of its parent than before."""
         ...
 
-    def readmit(self, seat: Seat) -> None:
-        """A seat is held no more."""
+    def readmit(self, seats: Iterable[Seat]) -> None:
+        """Seats that were held, of which some are no more; some may not be ranked here."""
         ...
 
     def unseat(self, seat: Seat) -> None:

@@ -34,8 +34,8 @@ GUARDED: Final = [
     (
         "a parent is not linked to its chunk",
         "tierkv/policies/lru.py",
-        "                    before.n_children += 1\n                    before = seat\n                    continue\n",
-        "                    before = seat\n                    continue\n",
+        "                    before.n_children += 1\n",
+        "                    pass\n",
         _hunt("eviction", "a02"),
     ),
     (
@@ -54,9 +54,9 @@ GUARDED: Final = [
     ),
     (
         "a key twice in one offer takes two slots",
-        ROOM,
-        "            and len(fresh) == len(chunks)\n",
-        "",
+        "tierkv/_ledger.py",
+        "return len(keys) == n_keys and ",
+        "return ",
         _hunt("sharing_room", "a05"),
     ),
     (
@@ -187,8 +187,8 @@ GUARDED: Final = [
     (
         "the slot of a store that a reset overtook is lost",
         HIERARCHY,
-        "                self._writer_ended(level, entry)\n            else:\n                stored.append(entry)\n",
-        "                pass\n            else:\n                stored.append(entry)\n",
+        "                    self._writer_ended(level, entry)\n        self.primary.commit(stored)\n",
+        "                    pass\n        self.primary.commit(stored)\n",
         _hunt("telling", "a33"),
     ),
     (

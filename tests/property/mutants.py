@@ -286,8 +286,8 @@ MUTANTS = [
     Mutant(
         "a slot keeps its generation",
         SLOTS,
-        "            generations[slot] += 1\n",
-        "",
+        "self.generation = generation = self.generation + 1",
+        "self.generation = generation = 1",
     ),
     Mutant("a reset forgets what waits", HIERARCHY, "            self._refuse_waiting(level, Reason.RESET)\n", ""),
     Mutant(

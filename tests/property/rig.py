@@ -133,10 +133,10 @@ class Rig:
         self.whole = True
         """The latest call was proved: False once anything has failed."""
 
-    @property
-    def generations(self) -> list[int]:
-        assert self.h.primary._slots is not None
-        return self.h.primary._slots.generations
+    def generation_of(self, slot: int) -> int:
+        """Of whoever has the slot now, though it may have left the index."""
+        primary = self.h.primary
+        return next(entry.generation for entry in [*primary, *primary.gone()] if entry.slot == slot)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Rig:
                     continue
                 assert not self.clash(new, other), f"{new} overlaps {other}"
             if new.slot is not None:
-                assert self.generations[new.slot] == new.generation
+                assert self.generation_of(new.slot) == new.generation
             if new.kind in WRITES:
                 level = self.h.levels[new.target]
                 assert level.ledger.free_nbytes >= 0, "nothing is written into room that is not there"
@@ -309,7 +309,7 @@ class Rig:
         transfer = flying.transfer
         key = transfer.chunk.key
         if transfer.slot is not None:
-            assert self.generations[transfer.slot] == transfer.generation, "a slot in use is not reused"
+            assert self.generation_of(transfer.slot) == transfer.generation, "a slot in use is not reused"
         if transfer.kind is TransferKind.PROMOTE:
             status = self.end_promote(transfer, fault)
         elif transfer.kind is TransferKind.DELETE:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tierkv.policies import FIFO, LRU, _stamp_heap
+from tierkv.policies import FIFO, LRU, _leaf_order, _stamp_heap
 from tierkv.policies._leaf_order import LAST, USUAL
 from tierkv.protocols import HintAware, PinAware
 from tierkv.types import Chunk, ChunkKey, Turn
@@ -137,9 +137,10 @@ class OrderMachine(RuleBasedStateMachine):
 
     @initialize(slack=st.sampled_from([0, 2, 64]))
     def begin(self, slack: int) -> None:
-        """A small slack makes the rare clean-up of the heap the usual case."""
+        """A small slack makes the rare clean-up of the heap, and of a line that has become long, the usual case."""
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(_stamp_heap, "_SLACK", slack)
+        self.patch.setattr(_leaf_order, "_SLACK", slack)
         self.policy = self.make()
         self.naive = NaiveOrder(leaves=self.leaves)
         self.open: list[object] = []
@@ -240,19 +241,16 @@ class LRUMachine(OrderMachine):
             key: n for key, n in children.items() if key in seats
         }
         assert policy._absent == {key: n for key, n in children.items() if key not in seats}
-        line = list(policy._line.items())
-        assert line == sorted(line, key=lambda place: place[0])
-        assert all(seat.stamp == stamp and seat.queued and not seat.n_children for stamp, seat in line)
-        queued = [key for key, seat in seats.items() if seat.queued]
-        assert sorted(queued) == sorted(seat.key for _, seat in line)
         for key, seat in seats.items():
             assert seat.key == key
+            stands = policy._front <= seat.stamp < LAST
+            assert not stands or policy._line[seat.stamp - policy._front] is seat
             if seat.heaped is not None:
-                assert not seat.queued and not seat.n_children
+                assert not stands and not seat.n_children
                 assert seat.heaped[2] is seat
                 assert seat.heaped[0] == seat.stamp or LAST <= seat.heaped[0] < seat.stamp, "corrected when it is met"
             else:
-                assert seat.queued or seat.n_children or seat.held, "who may leave waits to leave"
+                assert stands or seat.n_children or seat.held, "who may leave waits to leave"
         live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]
         assert sorted(id(entry) for entry in live) == sorted(id(seat.heaped) for seat in seats.values() if seat.heaped)
 
@@ -447,10 +445,22 @@ def test_held_chunks_are_met_once() -> None:
         policy.hold(chunk.key)
     assert len(list(policy.victims())) == 100
     assert next(policy.victims()) == singles[99].key
-    assert len(policy._line) == 100
+    assert not [seat for seat in policy._line if seat.held]
     for chunk in singles[100:]:
         policy.release(chunk.key)
     assert list(policy.victims()) == [chunk.key for chunk in reversed(singles)]
+
+
+def test_a_line_stays_short() -> None:
+    """However often chunks are used, an order keeps a few places for each of them, and nobody loses one for good."""
+    policy = LRU()
+    singles = [Chunk(ChunkKey(b"%d" % i)) for i in range(100)]
+    policy.on_insert(singles)
+    for i in range(5_000):
+        policy.on_access([singles[i % 7]])
+        assert len(policy._line) < 500
+    assert sorted(policy.victims()) == sorted(chunk.key for chunk in singles)
+    assert list(policy.victims())[:93] == [chunk.key for chunk in reversed(singles[7:])]
 
 
 def test_a_scan_finds_names_before_parents() -> None:

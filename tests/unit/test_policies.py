@@ -38,7 +38,7 @@ def ledger_of(policy: Any, n_slots: int) -> Ledger:
 
 def store(ledger: Ledger, chunks: Sequence[Chunk]) -> None:
     for entry in ledger.reserve(chunks):
-        ledger.commit(entry)
+        ledger.commit((entry,))
 
 
 # -- cases ----------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_an_age_counts_from_the_commit() -> None:
     ledger = ledger_of(ttl, 4)
     (entry,) = ledger.reserve(chain("a", 1))
     clock.now = 9.0
-    ledger.commit(entry)
+    ledger.commit((entry,))
     clock.now = 18.9
     assert not ledger.expired(entry)
     assert not ledger.expired_entries(10)

@@ -1,13 +1,14 @@
-"""An order by stamp in which only leaves stand in line: the one with the oldest stamp leaves first, tails before heads.
+"""An order by stamp in which only leaves can leave: the one with the oldest stamp first, tails before heads.
 
 Only a *leaf*, a chunk without a resident child, can leave. When its last child has gone, a parent takes the later of
 its own stamp and the newest among its descendants'. So a chain in use keeps its head, and the cost of a use does not
-depend on the pieces in which a request arrives: a chunk with children is only stamped, and moved when it is a leaf.
+depend on the pieces in which a request arrives.
 
-The leaves stand in a line by stamp; a use takes one to its end, which is where its new stamp belongs. Whoever stands at
-the front and is held is taken out when met there, so that nobody meets it twice. Once it may leave, its old stamp
-belongs in front of the line or in the middle, so it waits in a heap, and so does a parent whose last child has left.
-The order is both, merged. A chain that leaves as a whole is climbed from its leaf and takes no heap.
+Stamps are the numbers of places in a line. A use takes the place at its end, and what a chunk leaves behind there stays
+until the front of the line comes by: a place is somebody's only if its number is that one's stamp. So a use is an
+append and moves nobody, and who leaves is found by going on from the front. Whoever cannot leave when the front comes
+by, because of a hold or a child, has lost the place; once that one may leave, the old stamp belongs in front of the
+line, so it waits in a heap. The order is both, merged.
 
 What is known of a chunk is in its seat. By default the seats are records of this order's own; a ledger may lend those
 that it has (:class:`~tierkv.protocols.Seating`). Links are keys, so that a seat can come and go under them.
@@ -17,8 +18,8 @@ Standard library only; single-threaded; deterministic: no set, no identity and n
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappop, heappush
 from math import inf
 
@@ -32,19 +33,26 @@ LAST = 1 << 60
 """What a chunk has on top of its stamp that is to leave last."""
 
 
+_PLACES_PER_CHUNK = 2
+_SLACK = 64
+"""The line has no more than two places a chunk and some, beyond which its front goes on."""
+_LATE = 4096
+"""Uses after which it is looked at again at the latest: so many places may be passed in one go."""
+
+
 class _Walk:
     """One iteration over the victims."""
 
-    __slots__ = ("freed", "n_left", "stamp", "turn")
+    __slots__ = ("freed", "n_left", "number", "turn")
 
     def __init__(self, turn: int) -> None:
         self.turn = turn
-        self.stamp: float = 0
-        """That of the last in the line who was met and may leave."""
+        self.number: float = 0
+        """Of the place in the line that it has come to."""
         self.n_left: dict[ChunkKey, int] = {}
         """Children that have not been named, of those of whose children some have been."""
         self.freed: list[tuple[int, Seat]] = []
-        """Parents whose children have all been named."""
+        """Parents whose children have all been named, and whose places are not ahead."""
 
 
 class LeafOrder:
@@ -56,15 +64,17 @@ class LeafOrder:
     def __init__(self) -> None:
         self._own: dict[ChunkKey, Seat] | None = {}
         self._seats: Mapping[ChunkKey, Seat] = self._own
-        # Leaves by stamp, which only rises from front to end. No two chunks have the same.
-        self._line: OrderedDict[int, Seat] = OrderedDict()
+        # Who took each place. The last one's number is the latest stamp; no two chunks have the same stamp. A seat
+        # whose stamp is one of the line's numbers stands at that place.
+        self._line: deque[Seat] = deque()
+        self._stamp = USUAL
+        # Up to which number the latest victims() went, and when the line is looked at for its length again.
+        self._walked = 0
+        self._tidy_at = USUAL + _SLACK
         # Children of chunks that are not resident, to be handed over when those arrive.
         self._absent: dict[ChunkKey, int] = {}
-        # Leaves that are not in the line. Those that are held are taken out when they come to its top.
+        # Leaves that have no place. Those that are held are taken out when they come to its top.
         self._heap: StampHeap[Seat] = StampHeap()
-        # Whom the latest victims() met in the line held. They leave it when the next one begins.
-        self._met: list[Seat] = []
-        self._stamp = USUAL
         self._n_resident = 0
 
     def __len__(self) -> int:
@@ -94,31 +104,31 @@ class LeafOrder:
         seat = self._find(key)
         if seat is not None and seat.held:
             seat.held = False
-            self.readmit(seat)
+            self.readmit((seat,))
 
     def victims(self) -> Iterator[ChunkKey]:
         """Every resident key in leaving order, less what is held and the ancestors of what is held.
 
-        Lazy; a key costs O(1), or O(log(n)) where it is in the heap. One iteration at a time: a later one ends the
-        earlier.
+        Lazy; a key costs O(1), or O(log(n)) where it is in the heap, and nobody who is held is met twice. One iteration
+        at a time: a later one ends the earlier.
 
         Raises:
-            RuntimeError: advanced after another iteration has begun, or after the order has changed.
+            RuntimeError: advanced after another iteration has begun, or after a chunk has come or was used.
         """
-        walk = _Walk(self._heap.begin())
-        self._put_aside()
-        met = self._met
-        for seat in self._line.values():
-            if seat.held:
-                met.append(seat)
+        self._begin()
+        walk = _Walk(self._heap.turn)
+        n_left = walk.n_left
+        for number, seat in enumerate(self._line, self._front):
+            if seat.stamp != number or seat.held or (seat.n_children and n_left.get(seat.key, 1)):
                 continue
-            walk.stamp = seat.stamp
+            walk.number = number
             while (early := self._before(walk)) is not None:
                 yield early.key
                 self._named(early, walk)
+            self._walked = number
             yield seat.key
             self._named(seat, walk)
-        walk.stamp = inf
+        walk.number = inf
         while (early := self._before(walk)) is not None:
             yield early.key
             self._named(early, walk)
@@ -138,38 +148,46 @@ class LeafOrder:
         assert not self._n_resident, "seats are shared before the first chunk"
         self._own, self._seats = None, seats
 
-    def readmit(self, seat: Seat) -> None:
-        """A seat that is held no more waits in the heap, if it may leave and is not in the line still."""
-        if not (seat.queued or seat.n_children or seat.heaped is not None) and seat.stamp:
+    def readmit(self, seats: Iterable[Seat]) -> None:
+        """Those that may leave now and have lost their place wait in the heap."""
+        front = self._stamp + 1 - len(self._line)
+        for seat in seats:
+            if seat.n_children or seat.held or front <= seat.stamp < LAST or seat.heaped is not None or not seat.stamp:
+                continue
             self._heap.add(seat)
 
     def unseat(self, seat: Seat) -> None:
         """Forget a resident chunk, whatever its place."""
         stamp, link = seat.stamp, seat.link
-        self._leave_place(seat)
         seat.stamp, seat.link = 0, None
-        self._n_resident -= 1
+        if seat.heaped is not None:
+            self._heap.drop(seat)
         if seat.n_children:
             self._absent[seat.key] = seat.n_children
             seat.n_children = 0
         if link is not None:
-            parent = self._child_left(link, stamp)
-            if parent is not None:
-                self._heap.add(parent)
+            self._child_left(link, stamp)
+        self._n_resident -= 1
+        if not self._n_resident:
+            self._line.clear()
 
-    def evict_seats(self, n_chunks: int) -> list[Seat]:
+    def evict_seats(self, n_chunks: int) -> list[Seat]:  # noqa: C901 - one loop, which every chunk that leaves comes by
         """Forget the ``n_chunks`` that :meth:`victims` would name first, or all it would name; in order."""
-        self._heap.begin()
-        self._put_aside()
+        number = self._begin() - 1
+        line, waiting, get = self._line, self._heap.entries, self._seats.get
         gone: list[Seat] = []
-        get, append = self._seats.get, gone.append
         while len(gone) < n_chunks:
-            seat = self._first()
-            if seat is None:
+            if not waiting and line:
+                seat = line.popleft()
+                number += 1
+                if seat.stamp != number or seat.held or seat.n_children:
+                    continue
+            elif (first := self._first()) is not None:
+                seat, number = first, self._front - 1
+            else:
                 break
-            bound: float | None = None
-            while True:  # up its chain; every chunk that leaves comes by, so what _child_left() does is written out
-                append(seat)
+            while True:  # up its chain; what _child_left() does is written out
+                gone.append(seat)
                 stamp, link = seat.stamp, seat.link
                 seat.stamp = 0
                 if link is None:
@@ -180,15 +198,13 @@ class LeafOrder:
                     break
                 parent.n_children -= 1
                 if stamp > parent.stamp:
-                    _inherit(parent, stamp)
-                if parent.n_children or parent.held:
+                    self._inherit(parent, stamp)
+                if parent.n_children or parent.held or number < parent.stamp < LAST:
                     break
-                if bound is None:
-                    bound = self._bound()
-                if parent.stamp > bound or len(gone) >= n_chunks:
+                if parent.stamp != stamp or len(gone) >= n_chunks:
                     self._heap.add(parent)
                     break
-                seat = parent
+                seat = parent  # with the stamp that was the lowest of all
         self._n_resident -= len(gone)
         return gone
 
@@ -198,28 +214,12 @@ class LeafOrder:
         seat = self._seats.get(key)
         return seat if seat is not None and seat.stamp else None
 
-    def _leave_place(self, seat: Seat) -> None:
-        """Take a chunk out of the line or the heap."""
-        if seat.queued:
-            del self._line[seat.stamp]
-            seat.queued = False
-        elif seat.heaped is not None:
-            self._heap.drop(seat)
-
     def _move(self, seat: Seat, stamp: int) -> None:
-        """Give a chunk any stamp at all."""
-        self._leave_place(seat)
+        """Give a chunk any stamp but a new one."""
+        if seat.heaped is not None:
+            self._heap.drop(seat)
         seat.stamp = stamp
-        if not seat.held:
-            self.readmit(seat)
-
-    def _queue(self, leaves: Sequence[Seat]) -> None:
-        """Let those of ``leaves``, newest first, that are leaves still take the end of the line."""
-        line = self._line
-        for seat in reversed(leaves):
-            if not seat.n_children:
-                line[seat.stamp] = seat
-                seat.queued = True
+        self.readmit((seat,))
 
     def _link(self, seat: Seat, parent_key: ChunkKey) -> None:
         """Make ``seat``, which has no parent, a child of ``parent_key``, which may be absent."""
@@ -237,38 +237,51 @@ class LeafOrder:
             self._absent[parent_key] = self._absent.get(parent_key, 0) + 1
             return
         parent.n_children += 1
-        self._leave_place(parent)
+        if parent.heaped is not None:
+            self._heap.drop(parent)
+
+    def _shorten(self) -> None:
+        """Let the front of a line that has become long go on, and say when to look again."""
+        n_over = len(self._line) - _PLACES_PER_CHUNK * self._n_resident - _SLACK
+        self._pass(self._front + n_over - 1)
+        self._tidy_at = self._stamp + min(self._n_resident // 8 + _SLACK, _LATE)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _first(self) -> Seat | None:
-        """Take out who leaves first. Those who are held are taken out on the way."""
-        line = self._line
-        while line and not self._heap.entries:
-            front = line.popitem(last=False)[1]
-            front.queued = False
-            if not front.held:
-                return front
-        oldest: Seat | None = None
-        while line:
-            oldest = next(iter(line.values()))
-            if not oldest.held:
-                break
-            del line[oldest.stamp]
-            oldest.queued, oldest = False, None
-        early = self._take(oldest.stamp if oldest is not None else inf)
-        if early is not None:
-            self._heap.drop(early)
-        elif oldest is not None:
-            del line[oldest.stamp]
-            oldest.queued = False
-        return early or oldest
+    @property
+    def _front(self) -> int:
+        """Number of the first place in the line."""
+        return self._stamp + 1 - len(self._line)
 
-    def _bound(self) -> float:
-        """A stamp below which nobody else who may leave can have."""
-        line, heap = self._line, self._heap.entries
-        bound = next(iter(line)) if line else inf
-        return min(bound, heap[0][0]) if heap else bound
+    def _begin(self) -> int:
+        """Begin an iteration or an eviction; returns the front. What the latest iteration met is not met again."""
+        self._heap.begin()
+        front = self._stamp + 1 - len(self._line)
+        if self._walked < front:
+            return front
+        self._pass(self._walked)
+        return self._front
+
+    def _pass(self, number: int) -> None:
+        """Let the front of the line go by the places up to this number: who stands there may lose it now."""
+        line = self._line
+        for passed in range(self._front, number + 1):
+            seat = line.popleft()
+            if seat.stamp == passed:
+                self.readmit((seat,))
+
+    def _first(self) -> Seat | None:
+        """Take out who leaves first."""
+        line = self._line
+        number: float = self._front
+        while line and ((seat := line[0]).stamp != number or seat.held or seat.n_children):
+            line.popleft()
+            number += 1
+        early = self._take(number if line else inf)
+        if early is None:
+            return line.popleft() if line else None
+        self._heap.drop(early)
+        return early
 
     def _take(self, below: float) -> Seat | None:
         """Take the first off the heap that is not held, if its stamp is less than ``below``."""
@@ -282,9 +295,9 @@ class LeafOrder:
     def _before(self, walk: _Walk) -> Seat | None:
         """Whoever behind the walk is to be named before whom it has met."""
         freed = walk.freed
-        if freed and freed[0][0] < walk.stamp:
+        if freed and freed[0][0] < walk.number:
             return self._take(freed[0][0]) or heappop(freed)[1]
-        return self._take(walk.stamp)
+        return self._take(walk.number)
 
     def _named(self, seat: Seat, walk: _Walk) -> None:
         """Its parent is a leaf as soon as all its children have been named, as if they had left."""
@@ -293,33 +306,26 @@ class LeafOrder:
         if link is None or (parent := self._find(link)) is None:
             return
         n_left = walk.n_left[link] = walk.n_left.get(link, parent.n_children) - 1
-        if not n_left and not parent.held:
+        if not n_left and not parent.held and not walk.number < parent.stamp < LAST:
             # Its descendants' stamps play no part here: they have all been the oldest, so they delay nothing.
             heappush(walk.freed, (parent.stamp, parent))
 
-    def _child_left(self, key: ChunkKey, stamp: int) -> Seat | None:
-        """Tell a parent that a child with this stamp has left. Returns it if it may leave now."""
+    def _child_left(self, key: ChunkKey, stamp: int) -> None:
+        """Tell a parent that a child with this stamp has left."""
         parent = self._seats.get(key)
         if parent is None or not parent.stamp:
             n_left = self._absent[key] = self._absent[key] - 1
             if not n_left:
                 del self._absent[key]
-            return None
+            return
         parent.n_children -= 1
         if stamp > parent.stamp:
-            _inherit(parent, stamp)
-        return None if parent.n_children or parent.held else parent
+            self._inherit(parent, stamp)
+        self.readmit((parent,))
 
-    def _put_aside(self) -> None:
-        if not self._met:
-            return
-        met, self._met = self._met, []
-        for seat in met:
-            if seat.held and seat.queued:
-                del self._line[seat.stamp]
-                seat.queued = False
-
-
-def _inherit(parent: Seat, stamp: int) -> None:
-    """Take the stamp of a newer child that has left, but not that it was to leave last."""
-    parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)
+    def _inherit(self, parent: Seat, stamp: int) -> None:
+        """Take the stamp of a newer child that has left, and with it its place, but not that it was to leave last."""
+        parent.stamp = stamp if stamp < LAST else max(stamp - LAST, parent.stamp)
+        place = parent.stamp - self._front
+        if 0 <= place < len(self._line):
+            self._line[place] = parent

@@ -47,15 +47,17 @@ class LRU(LeafOrder):
         self.seat(seats, chunks)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        known, line = self._seats, self._line
+        known = self._seats
         if len(chunks) == 1:  # what a request in pieces of 1 pays each time
-            seat = known.get(chunks[0][0])
+            chunk = chunks[0]
+            seat = known.get(chunk[0])
             if seat is None:
                 return
-            if seat.queued and (seat.link is not None or chunks[0][1] is None):
-                del line[seat.stamp]
+            if seat.heaped is None and 0 < seat.stamp < LAST and (seat.link is not None or chunk[1] is None):
                 self._stamp = seat.stamp = stamp = self._stamp + 1
-                line[stamp] = seat
+                self._line.append(seat)
+                if stamp > self._tidy_at:
+                    self._shorten()
                 return
         seats: list[Seat] = []
         late: list[tuple[Seat, ChunkKey]] = []
@@ -89,21 +91,21 @@ class LRU(LeafOrder):
             if seat.stamp >= LAST:
                 self._move(seat, seat.stamp - LAST)
         elif seat.stamp < LAST:
-            # That a chunk was to be first has taken the place of its latest use; so this is its latest use.
-            self._stamp += seat.stamp < USUAL
-            self._move(seat, LAST + (self._stamp if seat.stamp < USUAL else seat.stamp))
+            if seat.stamp < USUAL:
+                # That a chunk was to be first has taken the place of its latest use; so this is its latest use.
+                self._stamp = seat.stamp = self._stamp + 1
+                self._line.append(seat)
+            self._move(seat, LAST + seat.stamp)
 
     def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
         """Rank new chunks, and such as are here already, as the newest, the first of them above all."""
         if len(seats) == 1 and not seats[0].stamp:
             self._seat_one(seats[0], chunks[0])
             return
-        base = self._stamp
+        base, absent = self._stamp, self._absent
         stamp = self._stamp = base + len(seats)
-        absent = self._absent
-        leaves: list[Seat] = []
+        self._line.extend(reversed(seats))
         before: Seat | None = None
-        twice = False
         for seat, chunk in zip(seats, chunks, strict=True):
             if not seat.stamp:
                 seat.stamp = stamp
@@ -111,10 +113,9 @@ class LRU(LeafOrder):
                 if absent:
                     seat.n_children = absent.pop(seat.key, 0)
             elif seat.stamp <= base or seat.stamp >= LAST:
-                self._leave_place(seat)
                 seat.stamp = stamp
-            else:
-                twice = True
+                if seat.heaped is not None:
+                    self._heap.drop(seat)
             stamp -= 1
             parent_key = chunk[1]
             if parent_key is not None and seat.link is None:
@@ -122,55 +123,42 @@ class LRU(LeafOrder):
                     # The usual case, a chain in order: without children it cannot be an ancestor of the one before.
                     seat.link = parent_key
                     before.n_children += 1
-                    before = seat
-                    continue
-                self._link(seat, parent_key)
-            if before is not None:
-                leaves.append(before)
+                else:
+                    self._link(seat, parent_key)
             before = seat
-        if before is not None:
-            leaves.append(before)
-        self._queue(list(dict.fromkeys(leaves)) if twice else leaves)
+        if self._stamp > self._tidy_at:
+            self._shorten()
 
     def _seat_one(self, seat: Seat, chunk: Chunk) -> None:
         """The same for one new chunk: what a request in pieces of 1 pays each time."""
         self._n_resident += 1
         self._stamp = seat.stamp = stamp = self._stamp + 1
+        self._line.append(seat)
         if self._absent:
             seat.n_children = self._absent.pop(seat.key, 0)
         parent_key = chunk[1]
         if parent_key is not None:
             parent = self._seats.get(parent_key)
-            if parent is None or not parent.stamp or parent is seat or seat.n_children:
+            if parent is None or not parent.stamp or parent.heaped is not None or seat.n_children or parent is seat:
                 self._link(seat, parent_key)
             else:
                 seat.link = parent_key
                 parent.n_children += 1
-                if parent.queued:
-                    del self._line[parent.stamp]
-                    parent.queued = False
-                elif parent.heaped is not None:
-                    self._heap.drop(parent)
-        if not seat.n_children:
-            self._line[stamp] = seat
-            seat.queued = True
+        if stamp > self._tidy_at:
+            self._shorten()
 
     def touch(self, seats: Sequence[Seat]) -> None:
         """Rank resident chunks as the newest, the first of them above all."""
         base = self._stamp
         stamp = self._stamp = base + len(seats)
-        line = self._line
-        leaves: list[Seat] = []
+        self._line.extend(reversed(seats))
         for seat in seats:
             if seat.stamp <= base:
-                if seat.queued:
-                    del line[seat.stamp]
-                    leaves.append(seat)
-                elif not seat.n_children:
-                    self._leave_place(seat)
-                    leaves.append(seat)
                 seat.stamp = stamp
+                if seat.heaped is not None:
+                    self._heap.drop(seat)
             elif LAST <= seat.stamp <= LAST + base:
                 seat.stamp = LAST + stamp
             stamp -= 1
-        self._queue(leaves)
+        if self._stamp > self._tidy_at:
+            self._shorten()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import socket
 import threading
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,8 @@ MAX_TICKET = (1 << 63) - 1
 # The page: for each rank 128 bytes of identity, then for each direction, rank and slot two words.
 _RANK_NBYTES = 128  # two cache lines: the word that says "present", and at 64 the model's and the layout's digest
 _MODEL_AT, _LAYOUT_AT = 64, 64 + DIGEST_NBYTES
+_REORDERS = os.uname().machine not in {"x86_64", "i686", "i386"}
+"""Whether this processor lets a load overtake a load, or a store a store. x86 does neither."""
 _WORDS = 2  # last ticket that ended << 1 | whether it went well; last ticket that failed
 _WORD_NBYTES = 8
 _MAX_RANKS, _MAX_SLOTS = 1 << 16, 1 << 40
@@ -89,7 +92,8 @@ class ControlPage:
         """Use :meth:`create`, :meth:`join` or :meth:`private`."""
         self._memory = SlotMapping(mapped, 1, len(mapped))
         self._n_ranks, self._n_slots = n_ranks, n_slots
-        self._generation = generation
+        self.generation = generation
+        """128 random bits of the pool that this page belongs to, or of its own creation."""
         self._held = held
         self._closed = False
         self._lock = threading.Lock()
@@ -155,11 +159,6 @@ class ControlPage:
     def n_slots(self) -> int:
         return self._n_slots
 
-    @property
-    def generation(self) -> int:
-        """128 random bits of the pool that this page belongs to, or of its own creation."""
-        return self._generation
-
     def creator_alive(self) -> bool:
         """False once the creator has closed the page or ended: nobody new will join, and its rank stamps no more."""
         held = self._held
@@ -223,14 +222,17 @@ class ControlPage:
         Raises:
             IndexError: no such slot.
         """
-        words, n_slots, good = self._opened(), self._n_slots, ticket << 1 | 1
+        if self._closed:
+            self._opened()
+        words, n_slots, good = self._words, self._n_slots, ticket << 1 | 1
         for start in self._starts[direction]:
             for slot in slots:
                 if not 0 <= slot < n_slots:
                     raise IndexError(f"slot {slot} is not in range({n_slots})")
                 if words[start + slot * _WORDS] != good:
                     return False
-        self._fence()  # whoever now reads a slot reads what its stamp vouches for
+        if _REORDERS:
+            self._fence()  # whoever now reads a slot reads what its stamp vouches for
         return True
 
     def ended(self, slot: int, direction: Direction, ticket: int) -> bool:
@@ -318,6 +320,8 @@ class ControlPage:
         Python has no fence, but letting a lock go is a release and taking it again an acquire, and no access passes
         both in order.
         """
+        if not _REORDERS:
+            return
         with self._lock:
             pass
         with self._lock:

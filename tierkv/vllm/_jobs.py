@@ -18,12 +18,18 @@ from tierkv.vllm._control import ControlPage, CopyStatus, Direction
 from tierkv.vllm._requests import Request
 from tierkv.vllm._spec_types import SlotSpec
 
+_STORE = Direction.STORE  # to look it up in its class takes as long as to read a stamp
+_make_job = tuple.__new__  # half the cost of StoreJob(...), which a request in pieces of 1 pays each time
+_Name = ChunkKey | frozenset[ChunkKey]
+"""What an open job is found by: all of its keys, or its only one."""
+
 
 class StoreJob(NamedTuple):
-    """Entries in the order in which they were given room."""
+    """Entries in the order in which they were given room, and their slots."""
 
     ticket: int
-    entries: list[Entry]
+    entries: Sequence[Entry]
+    slots: Sequence[int]
     request: Request
 
 
@@ -53,91 +59,97 @@ class Jobs:
         self._only_group = only_group
         # One counter for all slots: a number that rises over all of them rises on each of them.
         self._tickets = itertools.count(1)
-        self._stores: dict[ChunkKey, StoreJob] = {}
-        # By exactly their keys, which is all that vLLM says when one has ended; equal loads may run at once.
-        self._loads: dict[frozenset[ChunkKey], list[LoadJob]] = {}
+        # By their keys, which is all that vLLM says when one has ended. A key has one open store; but equal loads may
+        # run at once.
+        self._stores: dict[_Name, StoreJob] = {}
+        self._loads: dict[_Name, list[LoadJob]] = {}
         self.abandoned: list[Abandoned] = []
         """Copies that run on although nobody waits for them."""
 
     # -- begin --------------------------------------------------------------------------------------------------
 
-    def open_store(self, entries: list[Entry], request: Request, generation: int) -> SlotSpec:
+    def open_store(
+        self, entries: Sequence[Entry], request: Request, generation: int
+    ) -> tuple[list[ChunkKey], SlotSpec]:
         """Draw a ticket for a store into reserved slots; ``entries`` in the order of the keys that vLLM will copy."""
-        job = StoreJob(next(self._tickets), entries, request)
-        stores = self._stores
-        for entry in entries:
-            stores[entry.key] = job
-        return self._spec(job.ticket, entries, generation)
-
-    def open_store_of_one(self, entry: Entry, request: Request, generation: int) -> SlotSpec:
-        """:meth:`open_store` for one entry."""
-        ticket = next(self._tickets)
-        self._stores[entry.key] = StoreJob(ticket, [entry], request)
-        return SlotSpec((entry.slot,), (ticket,), generation, (entry.chunk.group,))
+        ticket, group = next(self._tickets), self._only_group
+        name: _Name
+        slots: tuple[int, ...]
+        tickets: tuple[int, ...]
+        if len(entries) == 1:  # what a request in pieces of 1 pays each time
+            entry = entries[0]
+            name, keys, slots, tickets = entry.key, [entry.key], (entry.slot,), (ticket,)
+        else:
+            keys, slots = [entry.key for entry in entries], tuple([entry.slot for entry in entries])
+            name, tickets = frozenset(keys), (ticket,) * len(slots)
+        groups = [entry.chunk.group for entry in entries] if group is None else (group,) * len(slots)
+        self._stores[name] = _make_job(StoreJob, (ticket, entries, slots, request))
+        return keys, SlotSpec(slots, tickets, generation, groups)
 
     def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
-        job = LoadJob(next(self._tickets), entries)
+        ticket, group = next(self._tickets), self._only_group
         self._hierarchy.primary.hold(*entries)
-        self._loads.setdefault(frozenset(keys), []).append(job)
-        return self._spec(job.ticket, entries, generation)
-
-    def _spec(self, ticket: int, entries: Sequence[Entry], generation: int) -> SlotSpec:
-        slots, group = [entry.slot for entry in entries], self._only_group
+        self._loads.setdefault(_name(keys), []).append(LoadJob(ticket, entries))
+        slots = [entry.slot for entry in entries]
         groups = [entry.chunk.group for entry in entries] if group is None else (group,) * len(slots)
         return SlotSpec(slots, (ticket,) * len(slots), generation, groups)
 
     # -- end ----------------------------------------------------------------------------------------------------
 
-    def close_store(self, keys: Collection[ChunkKey], page: ControlPage | None) -> list[tuple[StoreJob, list[Entry]]]:
+    def close_store(
+        self, keys: Collection[ChunkKey], page: ControlPage | None
+    ) -> Sequence[tuple[StoreJob, Sequence[Entry]]]:
         """These stores have ended, says vLLM: commit those whose stamps all say so, drop the others.
 
         Returns:
             The dropped entries, by job, oldest first. Keys without an open job are ignored: they are late.
         """
-        if len(keys) == 1:
-            (only,) = keys
-            job = self._stores.get(only)
-            if job is not None and len(job.entries) == 1:
-                del self._stores[only]
-                return [(job, bad)] if (bad := self._commit(job.ticket, job.entries, page)) else []
-        jobs: dict[int, StoreJob] = {}
-        closed: list[ChunkKey] = []
-        pop, latest = self._stores.pop, None
-        for key in keys:  # a set: the order is taken from our own record
-            job = pop(key, None)
-            if job is not None:
-                closed.append(key)
-                if job is not latest:
-                    latest = jobs[job.ticket] = job
-        dropped: list[tuple[StoreJob, list[Entry]]] = []
-        for ticket in sorted(jobs) if len(jobs) > 1 else jobs:
-            job = jobs[ticket]
-            entries = job.entries
-            if len(entries) != len(closed) or len(jobs) > 1:
-                now = frozenset(closed)
-                entries = [entry for entry in entries if entry.key in now]
-            bad = self._commit(ticket, entries, page)
-            if bad:
-                dropped.append((job, bad))
-        return dropped
+        name: _Name
+        if len(keys) == 1:  # what a request in pieces of 1 pays each time
+            (name,) = keys
+        else:
+            name = _name(keys)
+        job = self._stores.pop(name, None)
+        if job is None:
+            return self._close_in_part(keys, page)
+        if page is not None and page.all_ok(_STORE, job.slots, job.ticket):
+            self._hierarchy.commit_store(job.entries)
+            return ()
+        bad = self._commit_good(job, page)
+        return [(job, bad)] if bad else ()
+
+    def _close_in_part(
+        self, keys: Collection[ChunkKey], page: ControlPage | None
+    ) -> Sequence[tuple[StoreJob, Sequence[Entry]]]:
+        """:meth:`close_store` for keys that are not one job's: of each job that has some of them, those have ended."""
+        dropped: list[tuple[StoreJob, Sequence[Entry]]] = []
+        for name, job in list(self._stores.items()):
+            ended = [entry for entry in job.entries if entry.key in keys]
+            if not ended:
+                continue
+            del self._stores[name]
+            rest = [entry for entry in job.entries if entry.key not in keys]
+            if rest:
+                self._stores[_name([entry.key for entry in rest])] = _part(job, rest)
+            dropped.append((job, self._commit_good(_part(job, ended), page)))
+        return sorted([each for each in dropped if each[1]], key=lambda each: each[0].ticket)
 
     def close_load(self, keys: Collection[ChunkKey]) -> None:
         """A load has ended on every rank, says vLLM. Keys without an open load are ignored: they are late."""
-        of_keys = frozenset(keys)
-        jobs = self._loads.get(of_keys)
+        name = _name(keys)
+        jobs = self._loads.get(name)
         if jobs is None:
             return
         job = jobs.pop(0)
         if not jobs:
-            del self._loads[of_keys]
+            del self._loads[name]
         self._hierarchy.release(*job.entries)
 
     def abandon(self) -> None:
         """A reset: forget every open job, but let no slot go before its copy has ended."""
-        for store in {store.ticket: store for store in self._stores.values()}.values():
-            open_entries = [entry for entry in store.entries if self._stores.get(entry.key) is store]
-            self._abandon_stores(store.ticket, open_entries, Reason.RESET)
+        for store in self._stores.values():
+            self._abandon_stores(store.ticket, store.entries, Reason.RESET)
         for job in (job for jobs in self._loads.values() for job in jobs):
             self.abandoned += [Abandoned(Direction.LOAD, job.ticket, entry) for entry in job.entries]
         self._stores.clear()
@@ -159,16 +171,13 @@ class Jobs:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _commit(self, ticket: int, entries: list[Entry], page: ControlPage | None) -> list[Entry]:
+    def _commit_good(self, job: StoreJob, page: ControlPage | None) -> Sequence[Entry]:
         """Commit the entries whose copies went well on every rank; the others, dropped, are returned."""
+        ticket, entries, slots, _ = job
         if page is None:
             self._abandon_stores(ticket, entries, Reason.DEVICE_ERROR)
             return entries
-        slots = [entry.slot for entry in entries]
-        if page.all_ok(Direction.STORE, slots, ticket):
-            self._hierarchy.commit_store(entries)
-            return []
-        statuses = page.statuses(Direction.STORE, slots, [ticket] * len(entries))
+        statuses = page.statuses(_STORE, slots, [ticket] * len(entries))
         bad: list[Entry] = []
         for entry, status in zip(entries, statuses, strict=True):
             if status is CopyStatus.OK:
@@ -184,3 +193,17 @@ class Jobs:
     def _abandon_stores(self, ticket: int, entries: Sequence[Entry], reason: Reason) -> None:
         self._hierarchy.abort_store(entries, reason, ended=False)
         self.abandoned += [Abandoned(Direction.STORE, ticket, entry) for entry in entries]
+
+
+def _part(job: StoreJob, entries: Sequence[Entry]) -> StoreJob:
+    return job._replace(entries=entries, slots=[entry.slot for entry in entries])
+
+
+def _name(keys: Collection[ChunkKey]) -> _Name:
+    if len(keys) != 1:
+        name = frozenset(keys)
+        if len(name) != 1:
+            return name
+        keys = name
+    (key,) = keys
+    return key

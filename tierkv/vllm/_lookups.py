@@ -69,7 +69,8 @@ class Lookups:
         self._answered = Answered()
         self._answer = self._answered.entries.append
         self._asker: ReqContext | None = None
-        self._latest: tuple[ReqContext, Request] | None = None
+        self._latest_context: ReqContext | None = None
+        self._latest: Any = None
         self._scan: Scan | None = None
         self._scans: list[Scan] = []
         self._scan_start = 0
@@ -114,18 +115,19 @@ class Lookups:
 
     def _request(self, context: ReqContext) -> Request:
         """The request's record; after a reset it begins again, but for its clock."""
-        if self._latest is not None and self._latest[0] is context:
-            request = self._latest[1]
-        else:
-            request = _compat.request_state(context, Request, self._new_request)
-            self._latest = (context, request)
+        request: Request
+        if context is self._latest_context:
+            request = self._latest
+            return request
+        request = _compat.request_state(context, Request, self._new_request)
         if request.epoch != self._epoch:
             request.forget()
             request.epoch = self._epoch
+        self._latest_context, self._latest = context, request
         return request
 
     def _new_request(self, context: ReqContext) -> Request:
-        return Request(context, self._wishes.read(context))
+        return Request(context, self._wishes.read(context), _compat.position_getter(context))
 
     def _lookup_further(self, key: ChunkKey, context: ReqContext, entry: Entry | None) -> LookupResult:
         """The key is not ready in the primary."""
@@ -145,9 +147,9 @@ class Lookups:
             return self._unsure(key, request, now)
         if where < 0 or not self._below.allows(context, where):
             return self._missed(key)
-        return self._promote(key, context, request, now)
+        return self._promote(key, request, now)
 
-    def _promote(self, key: ChunkKey, context: ReqContext, request: Request, now: float) -> LookupResult:
+    def _promote(self, key: ChunkKey, request: Request, now: float) -> LookupResult:
         """Reserve a slot for a chunk that lies below, within what waiting requests may take."""
         if self._n_available() <= self._store_reserve:
             self._metrics.promotion_refused += 1
@@ -155,7 +157,7 @@ class Lookups:
         before = self._answered.entries[-1].chunk.key if len(self._answered.entries) > self._boundary else None
         if before is not None and before[-4:] != key[-4:]:
             before = None
-        chunk = self._maker.one(key, context, before, request.tenant)
+        chunk = self._maker.one(key, request, before)
         entries = self.hierarchy.promote((chunk,), shielded=self._answered)
         if not entries:
             self._metrics.promotion_refused += 1

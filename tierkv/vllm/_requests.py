@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm._wishes import NOTHING, Wishes
 
 _SUFFIX = slice(-4, None)
+_NO_TAIL: tuple[int, ChunkKey | None] = (0, None)
+_Position = Callable[[Any], int | None]
 _make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
 
 
@@ -43,6 +45,7 @@ class Request:
         "hint",
         "hole",
         "lease",
+        "position",
         "probe_deadline",
         "promoted",
         "req_id",
@@ -50,9 +53,11 @@ class Request:
         "tenant",
     )
 
-    def __init__(self, context: Any, wishes: Wishes = NOTHING) -> None:
+    def __init__(self, context: Any, wishes: Wishes = NOTHING, position: _Position | None = None) -> None:
         self.req_id: str = context.req_id
         self.tenant, self.hint = wishes
+        self.position = position
+        """``key -> end token``; None where vLLM has none, then call order has to do."""
         self.deadline: float | None = None
         """When it becomes late; None until its first deferral."""
         self.epoch = 0
@@ -83,28 +88,41 @@ class ChunkMaker:
 
     Args:
         groups: all groups of the engine.
-        positions: how to get a request's ``key -> end token``; None where vLLM has none, then call order has to do.
     """
 
-    def __init__(self, groups: Sequence[Group], positions: Callable[[Any], Callable[[Any], int | None] | None]) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = {group.group_id.to_bytes(4, "big"): group for group in groups}
         self._only = groups[0] if len(groups) == 1 else None
-        self._positions = positions
 
     def group(self, key: bytes) -> Group:
         return self._only or self._groups[key[_SUFFIX]]
 
-    def make(self, keys: Iterable[ChunkKey], context: Any, request: Request) -> list[Chunk]:
-        """Chunks of one call, in its order; the request's tails move along."""
-        position = self._positions(context) or _call_order(request, self)
-        if self._only is not None:
-            return _run(keys, self._only, position, request)
+    def make(self, keys: Iterable[ChunkKey], request: Request) -> list[Chunk]:
+        """Chunks of one call, in its order; the request's tails move along.
+
+        Each prefix chunk's parent is the last one of its group before it that this request has named.
+        """
+        position = request.position or _call_order(request, self)
         chunks: list[Chunk] = []
-        for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
-            chunks += _run(run, self._groups[suffix], position, request)
+        tenant, tails = request.tenant, request.tails
+        for group, run in ((self._only, keys),) if self._only is not None else self._runs(keys):
+            group_id, _, sliding, nbytes = group
+            before, parent = (0, None) if sliding else tails.get(group_id, _NO_TAIL)
+            for key in run:
+                end = position(key) or 0
+                if sliding or before >= end:
+                    parent = None
+                chunks.append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
+                before, parent = end, key
+            if parent is not None and not sliding:
+                tails[group_id] = (before, parent)
         return chunks
 
-    def known(self, entries: Sequence[Entry], context: Any, request: Request) -> Sequence[Chunk] | None:
+    def _runs(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[Group, Iterable[ChunkKey]]]:
+        for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
+            yield self._groups[suffix], run
+
+    def known(self, entries: Sequence[Entry], request: Request) -> Sequence[Chunk] | None:
         """Chunks about to be loaded, made again where an entry, found by a scan, knows too little of its own.
 
         None: every entry's own chunk says all there is to say.
@@ -112,40 +130,20 @@ class ChunkMaker:
         group = self._only
         chunks = [entry.chunk for entry in entries]
         if group is None or not chunks or not chunks[0].end_token or _n_heads(chunks) > (chunks[0].parent is None):
-            return self.make([chunk.key for chunk in chunks], context, request)
+            return self.make([chunk.key for chunk in chunks], request)
         if not group.sliding:
             request.tails[group.group_id] = (chunks[-1].end_token, chunks[-1].key)
         return None
 
-    def one(self, key: ChunkKey, context: Any, parent: ChunkKey | None, tenant: str = "") -> Chunk:
+    def one(self, key: ChunkKey, request: Request, parent: ChunkKey | None) -> Chunk:
         """A chunk that a lookup has found below."""
         group = self.group(key)
-        position = self._positions(context)
-        end = position(key) if position is not None else None
-        return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes, tenant)
+        end = request.position(key) if request.position is not None else None
+        return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes, request.tenant)
 
 
 def _n_heads(chunks: Sequence[Chunk]) -> int:
     return [chunk[1] for chunk in chunks].count(None)
-
-
-def _run(
-    keys: Iterable[ChunkKey], group: Group, position: Callable[[Any], int | None], request: Request
-) -> list[Chunk]:
-    """Chunks of one group: each prefix chunk's parent is the last one before it that this request has named."""
-    chunks: list[Chunk] = []
-    group_id, _, sliding, nbytes = group
-    tenant = request.tenant
-    before, parent = (0, None) if sliding else request.tails.get(group_id, (0, None))
-    for key in keys:
-        end = position(key) or 0
-        if sliding or before >= end:
-            parent = None
-        chunks.append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
-        before, parent = end, key
-    if parent is not None and not sliding:
-        request.tails[group_id] = (before, parent)
-    return chunks
 
 
 def _call_order(request: Request, maker: ChunkMaker) -> Callable[[Any], int]:

@@ -76,7 +76,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         Lookups.__init__(
             self,
             hierarchy,
-            ChunkMaker(groups, _compat.position_getter),
+            ChunkMaker(groups),
             Leases(hierarchy.hold, hierarchy.release),
             below,
             store_reserve=store_reserve,
@@ -85,6 +85,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             clock=clock,
         )
         self._page = page
+        self._joined: ControlPage | None = None
         self._hints = Hints([level.ledger for level in hierarchy.levels], clock)
         self._jobs = Jobs(hierarchy, groups[0].group_id if len(groups) == 1 else None)
         self._sliding = frozenset(group.group_id for group in groups if group.sliding)
@@ -105,7 +106,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         page = self._page()
         request = self._request(req_context)
         spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
-        self._used(entries, self._maker.known(entries, req_context, request), request)
+        self._used(entries, self._maker.known(entries, request), request)
         self._count_hits(keys, request)
         self._leases.end(request)
         return spec
@@ -152,42 +153,49 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         behind a hole is refused too until the hole's key is resident: no lookup could reach it. ``evicted_keys`` stays
         empty: vLLM reads it nowhere, and what has left is told by :meth:`take_events`.
         """
-        request = self._request(req_context)
-        page = self._page()
-        chunks = self._maker.make(keys, req_context, request)
+        request = self._latest if req_context is self._latest_context else self._request(req_context)
+        page = self._joined or self._join()
+        chunks = self._maker.make(keys, request)
         if page is None:
             self._refuse(chunks, Reason.CLOSED)
             return _nothing()
         if request.hole is not None:
             chunks = self._reachable(chunks, request)
-        if len(chunks) == 1 and (entry := self.hierarchy.offer_one(chunks[0])) is not None:
-            self._reached(request, chunks)
-            self._metrics.allocations.append(1)
-            spec = self._jobs.open_store_of_one(entry, request, page.generation)
-            return PrepareStoreOutput([entry.key], spec, [])
-        offer = self.hierarchy.offer(chunks, shielded=self._answered)
-        if offer.refused:
-            # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
-            self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
-        if offer.present:
-            self._used([entry for entry in offer.present if entry.state is READY], None, request)
+        entries: Sequence[Entry] | None = None
+        if not self._many_groups:
+            entries = self.hierarchy.offer_new(chunks, self._answered)
+        if entries is None:
+            entries = self._offer(chunks, request)
         self._reached(request, chunks)
-        entries = offer.reserved
         if not entries:
             return _nothing()
         if self._many_groups:
             by_key = {entry.key: entry for entry in entries}
             entries = [by_key[key] for key in dict.fromkeys(keys) if key in by_key]
         self._metrics.allocations.append(len(entries))
-        spec = self._jobs.open_store(entries, request, page.generation)
-        return PrepareStoreOutput([entry.key for entry in entries], spec, [])
+        stored, spec = self._jobs.open_store(entries, request, page.generation)
+        return PrepareStoreOutput(stored, spec, [])
+
+    def _join(self) -> ControlPage | None:
+        """The control page, once it can be joined."""
+        self._joined = self._page()
+        return self._joined
+
+    def _offer(self, chunks: Sequence[Chunk], request: Request) -> Sequence[Entry]:
+        """Offer what may be here already, or find no room; what was given room."""
+        offer = self.hierarchy.offer(chunks, shielded=self._answered)
+        if offer.refused:
+            # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
+            self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
+        if offer.present:
+            self._used([entry for entry in offer.present if entry.state is READY], None, request)
+        return offer.reserved
 
     def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
         """Storing is a use as well; chunks of one group come in order."""
-        if not chunks:
-            return
         reached = request.accessed_to
-        for _, _, group, end_token, *_ in chunks if self._many_groups else (chunks[-1],):
+        for chunk in chunks if self._many_groups else chunks[-1:]:
+            group, end_token = chunk[2], chunk[3]  # by number: every offer comes by
             if end_token > reached.get(group, 0):
                 reached[group] = end_token
 
@@ -220,10 +228,11 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         success: bool = True,  # noqa: ARG002, FBT001, FBT002 (vLLM's signature; the stamps say more)
     ) -> None:
         """Every rank has reported: commit by stamps. Late ends, of stores from before a reset, are ignored."""
-        for job, entries in self._jobs.close_store(keys, self._page()):
+        for job, entries in self._jobs.close_store(keys, self._joined or self._join()):
             self._note_hole(job.request, [entry.chunk for entry in entries])
             self._warn_of_drops(len(entries))
-        self._send_writes()
+        if self._below is not None:
+            self._send_writes(self._below)
 
     def _warn_of_drops(self, n_chunks: int) -> None:
         """A broken device fails every copy: one line now and then, with their number."""
@@ -233,17 +242,15 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             logger.warning("%d chunks were not stored: their copies from the device failed", self._n_dropped)
             self._n_dropped, self._next_warning = 0, now + _WARN_AGAIN_S
 
-    def _send_writes(self) -> None:
+    def _send_writes(self, below: Below) -> None:
         """Cascades do not wait for the end of a step: after the last store of a busy time there may be none."""
-        if self._below is None:
-            return
         writes = []
         for transfer in self.hierarchy.take_transfers():
             if is_read(transfer):
                 self._unsent[transfer.id] = transfer
             else:
                 writes.append(transfer)
-        self._below.send(writes)
+        below.send(writes)
 
     # -- requests and steps ---------------------------------------------------------------------------------------
 
@@ -257,7 +264,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """The step's leases are taken, ends are drained, reads and writes are handed over."""
-        self._end_step()
+        if self._asker is not None:
+            self._end_step()
         if self._recording is not None:
             self._recording.scheduled(context.new_req_ids)
         if self._below is not None:
@@ -296,7 +304,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """
         request = self._request(req_context)
         self._leases.end(request)
-        self._latest = None
+        self._latest_context = self._latest = None
         if self._recording is not None:
             self._recording.finished(req_context)
         if request.hint is not None:
@@ -313,6 +321,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     def reset_cache(self) -> None:
         """Forget everything at once; what copies still touch stays in quarantine. Levels below begin a new epoch."""
         self._epoch += 1
+        self._latest_context = self._latest = None
         self._end_step()
         for request in list(self._leases.holders.values()):
             self._leases.end(request)
