@@ -337,9 +337,8 @@ class Flow:
 
     def _release(self, level: LevelBooks, *entries: Entry) -> None:
         level.ledger.release(*entries)
-        if level.ledger.n_gone:
-            for entry in dict.fromkeys([entry for entry in entries if entry.state is GONE]):
-                self._settle(level, entry)
+        for entry in dict.fromkeys([entry for entry in entries if entry.state is GONE]) if level.ledger.n_gone else ():
+            self._settle(level, entry)
 
     def _settle(self, level: LevelBooks, entry: Entry) -> None:
         """Free a GONE entry's space once nothing touches it; below the primary that takes a deletion first."""
