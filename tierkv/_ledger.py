@@ -119,8 +119,7 @@ class Ledger:
 
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
-        index = self._index
-        slots = self._slots
+        index, slots = self._index, self._slots
         taken = slots.fill(chunks) if slots is not None else self._fitting(chunks)
         n = len(taken)
         if not n:
@@ -154,9 +153,8 @@ class Ledger:
             entry.stored = True
             entry.writing = False
             entry.held = entry.holds > 0
-        n = len(entries)
-        nbytes = n * self._slots.slot_nbytes if self._slots is not None else self._charged(entries)
-        self.n_pending -= n
+        nbytes = self._charged(entries)
+        self.n_pending -= len(entries)
         self.pending_nbytes -= nbytes
         self.ready_nbytes += nbytes
         self._order.commit(entries)
