@@ -26,6 +26,7 @@ class EngineSide:
         self._log = log.open("wb")
         environment = os.environ | engine_environment()
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": str(cpus())}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), environment.get("PYTHONPATH", "")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.bench.engine_side"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, text=True,

@@ -32,7 +32,7 @@ LEAST, MOST = 0.25, 16.0
 def main() -> None:
     report, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [Row(**row) for part in report["parts"].values() for row in part["rows"]]
+    rows = [row for part in report["parts"].values() for row in map(_row, part["rows"])]
     (folder / "tables.txt").write_text("\n".join(tables(report)) + "\n")
     (folder / "chart.svg").write_text(chart([row for row in rows if row.must is not None and row.ratio is not None]))
 
@@ -46,16 +46,23 @@ def tables(report: dict[str, Any]) -> list[str]:
         + (" **A quick run: small sizes, three pairs.**" if report["quick"] else ""),
         "",
     ]
+    held = [row for part in report["parts"].values() for row in map(_row, part["rows"]) if row.reached is not None]
+    n_reached = sum(bool(row.reached) for row in held)
+    lines += [f"{n_reached} of {len(held)} figures that have to reach something do.", ""]
     for name, part in report["parts"].items():
         lines += [f"### {TITLES[name]}", ""]
         ended = "" if part["ended"] == "whole" else f" **This part {part['ended']}.**"
         lines += [f"Load before {part['load_before']}, after {part['load_after']}; {part['took_s']:.0f} s.{ended}", ""]
-        rows = [Row(**row) for row in part["rows"]]
+        rows = list(map(_row, part["rows"]))
         if rows:
             lines += ["| what | tierkv | peer | times as good (quartiles) | must |", "|---|---|---|---|---|"]
             lines += [_line(row) for row in rows]
         lines.append("")
     return lines
+
+
+def _row(saved: dict[str, Any]) -> Row:
+    return Row(**saved)
 
 
 def _line(row: Row) -> str:

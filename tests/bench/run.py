@@ -71,9 +71,9 @@ SHM = Path("/dev/shm")
 POOLS = "vllm_offload_*.mmap"
 PARTS = {
     "device": Part(90, _device),
-    "scheduler": Part(270, _scheduler),
-    "steps": Part(90, _steps),
-    "disk": Part(270, _disk),
+    "scheduler": Part(250, _scheduler),
+    "steps": Part(130, _steps),
+    "disk": Part(250, _disk),
     "engine": Part(520, _engine),
     "index": Part(260, _index),
 }
@@ -104,7 +104,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts only")
     parser.add_argument("--quick", action="store_true", help="small sizes and three pairs: to see that it runs")
     parser.add_argument("--inside", choices=PARTS, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.dir = options.dir.resolve()
+    return options
 
 
 def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:

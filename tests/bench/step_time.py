@@ -82,7 +82,7 @@ def p99_ms(spent: list[float]) -> float:
     return spent[int(len(spent) * 0.99)] * 1e3
 
 
-def rows(folder: Path, n_pairs: int, n_steps: int = 400) -> Iterator[Row]:
+def rows(folder: Path, n_pairs: int, n_steps: int = 300) -> Iterator[Row]:
     """The 99th percentile beside our own saturated fs tier, and beside the same load in another process, by turns."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         tier = fs_tier(made)

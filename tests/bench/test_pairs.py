@@ -59,6 +59,7 @@ def test_a_page_says_what_was_not_reached_and_what_ended_early(tmp_path: Path, m
     report.main()
     told = (tmp_path / "made" / "tables.txt").read_text()
     assert told.count("| a ") == 3 and told.count("**not reached**") == 2 and told.count(": reached") == 1
+    assert "1 of 3 figures" in told
     assert "This part ended early (out of time)" in told and "A quick run" in told
     image = ET.fromstring((tmp_path / "made" / "chart.svg").read_text())
     bars = [one for one in image.iter("{http://www.w3.org/2000/svg}rect") if "x" in one.attrib]
