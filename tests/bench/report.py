@@ -106,6 +106,7 @@ def _bar(row: Row, y: int) -> list[str]:
     colour = "#3a7d44" if row.reached else "#b5452c"
     return [
         f'<text x="{LEFT - 8}" y="{middle + 4:.1f}" text-anchor="end" fill="#222">{name}</text>',
+        f'<text x="{WIDTH - 4}" y="{middle + 4:.1f}" text-anchor="end" fill="#222">{row.ratio:.2f}</text>',
         f'<rect x="{min(one, end):.1f}" y="{y + 4}" width="{abs(end - one):.1f}" height="{BAR - 8}" fill="{colour}"/>',
         f'<line x1="{_x(low):.1f}" y1="{middle}" x2="{_x(high):.1f}" y2="{middle}" stroke="#111"/>',
         f'<line x1="{must:.1f}" y1="{y + 1}" x2="{must:.1f}" y2="{y + BAR - 1}" stroke="#1f4e9c" stroke-width="2"/>',
@@ -114,7 +115,7 @@ def _bar(row: Row, y: int) -> list[str]:
 
 def _x(ratio: float) -> float:
     part = math.log(min(max(ratio, LEAST), MOST) / LEAST) / math.log(MOST / LEAST)
-    return LEFT + part * (WIDTH - LEFT - 20)
+    return LEFT + part * (WIDTH - LEFT - 50)
 
 
 if __name__ == "__main__":
