@@ -445,6 +445,9 @@ async def test_a_read_renews_an_old_row(root: Path) -> None:
         for i in (1, 2):
             held = _mount(tier).books.get(key_of(i))
             slab.catalogue.put_at(slab._places[held.at], key_of(i), held.at, 1_790_000_000.0 + i)
+        kill(tier)
+    async with opened(root) as tier:
+        assert [f.key for f in await first_batches(tier)] == [key_of(1), key_of(2), key_of(3)]
         assert await fetch(tier, chunk_of(1), chunk_of(3)) == [OK] * 2
         kill(tier)
     async with opened(root) as tier:

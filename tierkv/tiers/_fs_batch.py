@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -117,14 +118,14 @@ class Batches:
         if slab is None or moved:
             return run  # removed or written anew since the batch was planned
         right = self._slab_io.read_run(slab, first.at, [(items[i][0], as_bytes(items[i][1])) for i in run], scratch)
-        left = []
+        left, now_s = [], time.time()
         for n, (i, is_right) in enumerate(zip(run, right, strict=True)):
             if not is_right:
                 left.append(i)
                 continue
             outcomes[i] = Outcome(items[i][0], Status.OK)
             with contextlib.suppress(OSError):  # a file system that turned read-only still serves
-                slab.renew(first.at + n, items[i][0])
+                slab.renew(first.at + n, items[i][0], now_s)
         return left
 
     def _write_run(self, items: Writes, outcomes: Outcomes, run: Sequence[int], scratch: Scratch) -> None:

@@ -83,6 +83,8 @@ class Slab:
         self._cursor = 0
         self._states = bytearray()
         self._places = array.array("I")
+        self._used = array.array("Q")
+        """When each slot's chunk was last used by its row, in whole seconds."""
         self.is_loaded = False
         self.catalogue_charge_nbytes = 0
         """What is charged for its catalogue beyond what was set aside for one."""
@@ -143,9 +145,10 @@ class Slab:
     def _measure(self) -> None:
         """As many slots as the file has now; it may have been another process's since it was opened."""
         n_slots = os.fstat(self._buffered.fd).st_size // self.slot_nbytes
-        del self._states[n_slots:], self._places[n_slots:]
+        del self._states[n_slots:], self._places[n_slots:], self._used[n_slots:]
         self._states += bytes([_UNKNOWN]) * (n_slots - self.n_slots)
         self._places.extend([_NO_ROW] * (n_slots - len(self._places)))
+        self._used.extend([0] * (n_slots - len(self._used)))
 
     def _enter(self, row: Row) -> bool:
         """Caller holds the lock. Two rows for a slot, or a slot that is not there: the row goes."""
@@ -153,6 +156,7 @@ class Slab:
             if self._states[row.slot] == _UNKNOWN:
                 self._states[row.slot] = _TAKEN
                 self._places[row.slot] = row.place
+                self._used[row.slot] = int(row.used_s)
             if self._places[row.slot] == row.place:
                 return True
         self.catalogue.clear(row.place)
@@ -188,14 +192,19 @@ class Slab:
         """The slot holds the key's whole chunk. Raises OSError, and then nobody can find it."""
         with self._lock:
             self._places[slot] = self.catalogue.put(key, slot)
+            self._used[slot] = int(time.time())
 
-    def renew(self, slot: int, key: ChunkKey) -> None:
+    def renew(self, slot: int, key: ChunkKey, now_s: float) -> None:
         """It was read: if it was as cold as ``TOUCH_AFTER_S`` by its row, it is no longer. Raises OSError."""
+        # Without the lock: a slot that changes hands meanwhile is found out below.
+        if slot < len(self._used) and now_s - self._used[slot] <= TOUCH_AFTER_S:
+            return
         with self._lock:
             place = self._places[slot] if slot < self.n_slots else _NO_ROW
             row = None if place == _NO_ROW else self.catalogue.row(place)
-            if row is not None and row.key == key and time.time() - row.used_s > TOUCH_AFTER_S:
+            if row is not None and row.key == key:
                 self.catalogue.put_at(place, key, slot)
+                self._used[slot] = int(now_s)
 
     def row_of(self, slot: int, key: ChunkKey) -> Row | None:
         """The slot's row if it is the key's."""
@@ -264,6 +273,7 @@ class Slab:
             if hole is None:
                 self._states += bytes([_IDLE]) * n
                 self._places.extend([_NO_ROW] * n)
+                self._used.extend([0] * n)
             else:
                 self._mark(first, n, _IDLE)
             return n
@@ -289,8 +299,7 @@ class Slab:
         n_left = len(self._states.rstrip(bytes([_HOLE])))
         if n_left < self.n_slots:
             os.ftruncate(self._buffered.fd, n_left * self.slot_nbytes)
-            del self._states[n_left:]
-            del self._places[n_left:]
+            del self._states[n_left:], self._places[n_left:], self._used[n_left:]
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 

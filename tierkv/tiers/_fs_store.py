@@ -6,6 +6,7 @@ Both are read whatever the layout that is written: a root may change its layout,
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import NamedTuple
 
 from tierkv.tiers._fs_books import Held
@@ -95,4 +96,4 @@ class Store:
             raise
         if touch:
             with contextlib.suppress(OSError):  # a file system that turned read-only still serves
-                berth.slab.renew(berth.row.slot, key)
+                berth.slab.renew(berth.row.slot, key, time.time())
