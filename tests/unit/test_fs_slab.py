@@ -31,12 +31,13 @@ from tests.fs_kit import (
     path_of,
     payload_of,
     recount,
+    slots,
     store,
     using,
     write,
 )
 from tierkv.errors import ConfigError, TierWriteError
-from tierkv.tiers import _fs_slab, _fs_slab_files
+from tierkv.tiers import _fs_holes, _fs_slab, _fs_slab_files
 from tierkv.tiers._fs_catalogue import (
     ROWS_A_BUCKET,
     Catalogue,
@@ -46,6 +47,7 @@ from tierkv.tiers._fs_catalogue import (
     slab_name,
 )
 from tierkv.tiers._fs_slab import Slab
+from tierkv.tiers._fs_slab_io import PIECE_NBYTES as PIECE
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason, Status
 
@@ -166,6 +168,27 @@ async def test_a_key_that_was_written_twice_before_a_kill_is_one_chunk(root: Pat
         assert await fetch(tier, chunk_of(1)) == [OK]
         await store(tier, *(chunk_of(i) for i in range(2, 5)))
         assert recount(root) <= capacity_for(4)
+
+
+@pytest.mark.parametrize("nbytes", [1, 2 * PIECE, 2 * PIECE + 1, 3 * PIECE - 5, 3 * PIECE])
+async def test_long_chunks_in_memory_go_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """The same bytes and zeros as in one call; a flipped bit in the last piece is found."""
+    monkeypatch.setattr("tierkv.tiers._fs_mount.is_in_memory", lambda _: True)
+    ctx = context(longest=3 * PIECE, stride=3 * PIECE)
+    async with opened(root, capacity="64MiB", ctx=ctx) as tier:
+        source, target = slots(2, 3 * PIECE)
+        source[:nbytes] = payload_of(key_of(1), nbytes)
+        assert [o.ok for o in await tier.write([(chunk_of(1, nbytes), source)])] == [True]
+        assert [o.ok for o in await tier.read([(key_of(1), target)])] == [True]
+        assert target == bytes(source[:nbytes]) + bytes(len(target) - nbytes)
+        flip(path_of(root, key_of(1), tier), PAGE + nbytes - 1)
+        assert [o.status for o in await tier.read([(key_of(1), target)])] == [CORRUPT]
+
+
+def test_memory_is_told_from_a_disk(tmp_path: Path) -> None:
+    """By the file system's number; this says no more than that it can be asked."""
+    with open("/proc/self/mountinfo") as file:
+        assert not _fs_holes.is_in_memory(file.fileno())
 
 
 # -- damage ---------------------------------------------------------------------------------------------------------

@@ -239,6 +239,27 @@ def header_in_slot(page: memoryview, key: bytes, digest: bytes, slot_nbytes: int
     return header
 
 
+def payload_in_slot(
+    page: memoryview, key: bytes, digest: bytes, slot_nbytes: int, *, sums: Sums = PLAIN
+) -> tuple[int, bytes] | None:
+    """What ``header_in_slot`` says of the payload, its length and sum, in a third of the time; None where that raises.
+
+    It tells nothing else, and not why: for a read that finds what it came for.
+    """
+    magic, version, flags, _, its_digest, _, nbytes, _, n_key, _, _, payload_checksum = _FIXED.unpack_from(page)
+    is_right = (
+        magic == MAGIC
+        and version == VERSION
+        and bool(flags & _KEYED) == sums.is_keyed
+        and hmac.compare_digest(page[_SUM_AT:], sums.of_header(page))
+        and its_digest == digest
+        and n_key == len(key)
+        and page[_FIXED.size : _FIXED.size + n_key] == key
+        and charge_nbytes(nbytes) <= slot_nbytes
+    )
+    return (nbytes, payload_checksum) if is_right else None
+
+
 def _header_of(page: memoryview, key: bytes, digest: bytes, sums: Sums) -> Header:
     header = unpack_header(page, sums=sums)
     if header.chunk.key != key or header.namespace_digest != digest:

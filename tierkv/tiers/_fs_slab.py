@@ -303,10 +303,10 @@ class Slab:
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
-    def read(self, slot: int, parts: Sequence[memoryview]) -> bool:
-        """Fill ``parts`` from the slot on; False if the file ends before. Raises OSError."""
+    def read(self, slot: int, parts: Sequence[memoryview], skip_nbytes: int = 0) -> bool:
+        """Fill ``parts`` from the slot, or a place in it, on; False if the file ends before. Raises OSError."""
         total = sum(map(len, parts))
-        offset = slot * self.slot_nbytes
+        offset = slot * self.slot_nbytes + skip_nbytes
         if self._direct is not self._buffered:
             try:
                 return os.preadv(self._direct.fd, parts, offset) == total

@@ -14,10 +14,12 @@ from tierkv.tiers._fs_format import (
     PAGE_NBYTES,
     PLAIN,
     BadHeaderError,
+    Header,
     Sums,
     header_in_slot,
     pack_header,
     padded_nbytes,
+    payload_in_slot,
 )
 from tierkv.tiers._fs_io import CorruptFileError
 from tierkv.tiers._fs_memory import Scratch, zero
@@ -27,6 +29,7 @@ from tierkv.types import Chunk, ChunkKey
 RUN_NBYTES: Final = 512 * 1024
 """Slots of one call, if they are small: a checksum that follows finds its bytes still in the core's cache."""
 MOST_IN_RUN: Final = 16
+PIECE_NBYTES: Final = 512 * 1024
 
 
 def run_length(slot_nbytes: int) -> int:
@@ -37,10 +40,15 @@ def run_length(slot_nbytes: int) -> int:
 class SlabIO:
     """Packs, checks and moves. Who may use which slot is the caller's affair.
 
+    Args:
+        in_pieces: the root lies in memory: a long chunk is read as fast in pieces, and summed up faster. On a disk one
+            long call is faster.
+
     Concurrency: any thread, on different slots.
     """
 
-    def __init__(self, digest: bytes, *, durable: bool, sums: Sums = PLAIN) -> None:
+    def __init__(self, digest: bytes, *, durable: bool, in_pieces: bool = False, sums: Sums = PLAIN) -> None:
+        self._in_pieces = in_pieces
         self._digest = digest
         self._sums = sums
         self._durable = durable
@@ -92,28 +100,52 @@ class SlabIO:
             ChunkSizeError: the chunk is longer than the buffer.
             OSError: it could not be read now.
         """
-        slab, slot, identity = berth.slab, berth.row.slot, berth.identity
+        slab = berth.slab
+        if self._in_pieces and len(buffer) >= slab.slot_nbytes - HEADER_NBYTES > 2 * PIECE_NBYTES:
+            self._read_pieces(berth, key, buffer, scratch)
+            return
         payload_nbytes = min(slab.slot_nbytes - HEADER_NBYTES, padded_nbytes(len(buffer)))
         straight_nbytes = min(payload_nbytes, len(buffer) & -PAGE_NBYTES)
         parts = [scratch.header, buffer[:straight_nbytes]]
         if straight_nbytes < payload_nbytes:
             parts.append(scratch.tail)
-        if not slab.read(slot, parts):
-            if slab.covers(slot):
-                raise OSError(errno.EIO, "the read ended short")
-            raise CorruptFileError("the slab ends before this slot", identity)
-        try:
-            header = header_in_slot(scratch.header, key, self._digest, slab.slot_nbytes, sums=self._sums)
-        except BadHeaderError as error:
-            raise CorruptFileError(str(error), identity) from None
+        self._fill(berth, parts)
+        header = self._header(berth, key, scratch)
         nbytes = header.chunk.nbytes
         if nbytes > len(buffer):
             raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
         if nbytes > straight_nbytes:
             buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
         if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
-            raise CorruptFileError("payload checksum", identity)
+            raise CorruptFileError("payload checksum", berth.identity)
         zero(buffer, nbytes)
+
+    def _read_pieces(self, berth: Berth, key: ChunkKey, buffer: memoryview, scratch: Scratch) -> None:
+        """``read`` for a long chunk in memory: each piece is summed up while it is still in the core's cache."""
+        self._fill(berth, [scratch.header, buffer[:PIECE_NBYTES]])
+        header = self._header(berth, key, scratch)
+        nbytes = header.chunk.nbytes
+        hasher = self._sums.hasher()
+        hasher.update(buffer[: min(PIECE_NBYTES, nbytes)])
+        for at in range(PIECE_NBYTES, nbytes, PIECE_NBYTES):
+            self._fill(berth, [buffer[at : min(at + PIECE_NBYTES, padded_nbytes(nbytes))]], HEADER_NBYTES + at)
+            hasher.update(buffer[at : min(at + PIECE_NBYTES, nbytes)])
+        if not hmac.compare_digest(hasher.digest(), header.checksum):
+            raise CorruptFileError("payload checksum", berth.identity)
+        zero(buffer, nbytes)
+
+    def _fill(self, berth: Berth, parts: Sequence[memoryview], skip_nbytes: int = 0) -> None:
+        if berth.slab.read(berth.row.slot, parts, skip_nbytes):
+            return
+        if berth.slab.covers(berth.row.slot):
+            raise OSError(errno.EIO, "the read ended short")
+        raise CorruptFileError("the slab ends before this slot", berth.identity)
+
+    def _header(self, berth: Berth, key: ChunkKey, scratch: Scratch) -> Header:
+        try:
+            return header_in_slot(scratch.header, key, self._digest, berth.slab.slot_nbytes, sums=self._sums)
+        except BadHeaderError as error:
+            raise CorruptFileError(str(error), berth.identity) from None
 
     def read_run(
         self, slab: Slab, first: int, items: Sequence[tuple[ChunkKey, memoryview]], scratch: Scratch
@@ -131,12 +163,13 @@ class SlabIO:
         return [self._is_right(scratch.headers[i], key, buffer, slab) for i, (key, buffer) in enumerate(items)]
 
     def _is_right(self, page: memoryview, key: ChunkKey, buffer: memoryview, slab: Slab) -> bool:
-        try:
-            header = header_in_slot(page, key, self._digest, slab.slot_nbytes, sums=self._sums)
-        except BadHeaderError:
+        proof = payload_in_slot(page, key, self._digest, slab.slot_nbytes, sums=self._sums)
+        if proof is None:
             return False
-        nbytes = header.chunk.nbytes
-        if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
+        nbytes, payload_sum = proof
+        payload = buffer if len(buffer) == nbytes else buffer[:nbytes]
+        if not hmac.compare_digest(self._sums.of(payload), payload_sum):
             return False
-        zero(buffer, nbytes)
+        if len(buffer) > nbytes:
+            zero(buffer, nbytes)
         return True
