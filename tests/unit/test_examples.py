@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ from tierkv.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-NEEDS_MORE = {"vllm_tiering.py", "torch_server.py"}
+NEEDS_MORE = {"vllm_offline.py", "vllm_events.py", "torch_server.py"}
 """Run where their libraries are: tests/vllm and tests/device."""
 EXTRAS = {"prometheus_metrics.py": "prometheus_client"}
 FEW = settings(max_examples=20, stateful_step_count=30)
@@ -50,14 +52,19 @@ def test_two_tiers_finds_on_disk_what_an_earlier_run_stored(tmp_path: Path) -> N
     assert "found 896 tokens on levels [1]; then: " in _run("two_tiers.py", str(tmp_path))
 
 
-def test_the_vllm_example_has_a_configuration_that_we_accept(tmp_path: Path) -> None:
-    """The adapter's parser takes it without a warning; the engine tests run the same shape for real."""
-    scope: dict[str, object] = {}
-    exec(compile((EXAMPLES / "vllm_tiering.py").read_text(), "vllm_tiering.py", "exec"), scope)
-    config = scope["transfer_config"](str(tmp_path))  # type: ignore[operator]
-    options = parse_options(config["kv_connector_extra_config"])
-    assert options.tiers[0].root_dir == str(tmp_path)
-    assert not options.warnings
+def test_the_vllm_examples_have_a_configuration_that_we_accept(tmp_path: Path) -> None:
+    """The adapter's parser takes all three without a warning; tests/vllm starts engines with them."""
+    config = _module("vllm_offline").transfer_config
+    script = (EXAMPLES / "vllm_serve.sh").read_text()
+    served = re.search(r"--kv-transfer-config '(.*?)' \"\$@\"", script, re.DOTALL)
+    assert served is not None
+    text = served[1].replace("'\"$root_dir\"'", str(tmp_path))
+    text = re.sub(r"'\"\$\{\w+:-(\w+)\}\"'", r"\1", text)
+    for found in (config(root_dir=str(tmp_path)), json.loads(text)):
+        options = parse_options(found["kv_connector_extra_config"])
+        assert (options.tiers[0].root_dir, options.cpu_nbytes) == (str(tmp_path), 8 << 30)
+        assert not options.warnings
+    assert not parse_options(config()["kv_connector_extra_config"], tiered=False).warnings
 
 
 def _module(name: str) -> ModuleType:

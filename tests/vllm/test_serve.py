@@ -1,4 +1,4 @@
-"""``vllm serve`` as an operator starts it: HTTP requests, ``/metrics`` and KV events over zmq."""
+"""``vllm serve`` as ``examples/vllm_serve.sh`` starts it: HTTP requests, ``/metrics`` and KV events over zmq."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from tests.vllm.engine import START_S, arguments, engine_environment, offloading, prompts, run_once
+from tests.vllm.engine import START_S, arguments, engine_environment, prompts, run_once
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_serve.sh"
 PROMPTS = prompts()
 MODEL = "tiny"
 
@@ -75,18 +76,20 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, config: dict[str, Any], events: dict[str, Any], folder: Path):
+def serving(model: str, events: dict[str, Any], folder: Path):
     """A server of the usual arguments, stopped by SIGTERM at the end."""
     port = free_port()
     flags: list[str] = []
     for name, value in arguments(model).items():
         if name not in {"model", "disable_log_stats"}:
             flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", model, *flags]
+    command = ["sh", str(EXAMPLE), model, str(folder / "root"), *flags]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
     command += ["--enable-prompt-tokens-details", "--shutdown-timeout", "15"]
-    command += ["--kv-transfer-config", json.dumps(config), "--kv-events-config", json.dumps(events)]
+    command += ["--kv-events-config", json.dumps(events)]
     environment = os.environ | engine_environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment |= {"CPU_BYTES": "2MiB", "BLOCKS_PER_CHUNK": "1"}
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     environment["PYTHONPATH"] = os.pathsep.join([distribution_shim(folder), str(Path.cwd())])
     log = folder / "serve.log"
     with log.open("wb") as sink:
@@ -158,11 +161,9 @@ def metric(text: str, name: str, **labels: str) -> float:
 def test_serve_with_both_tiers(models, tmp_path):
     """Two rounds over HTTP: the offline tokens, the second from the tiers, counted in /metrics, told by events."""
     expected = run_once(models(), PROMPTS).rounds[0].tokens
-    tier = {"type": "fs", "root_dir": str(tmp_path / "root"), "enable_kv_events": True}
-    config = offloading("TieringOffloadingSpec", module=None, cpu_bytes_to_use=2 << 20, secondary_tiers=[tier])
     subscriber = Subscriber()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": subscriber.endpoint, "topic": "kv"}
-    with serving(models(), config, events, tmp_path) as server:
+    with serving(models(), events, tmp_path) as server:
         said = {"tierkv": {"tenant": "team-a", "hint": "dead"}}
         for cached, params in (([0] + [96] * 7, None), ([480] * 8, said)):
             for prompt, tokens, hit in zip(PROMPTS, expected, cached, strict=True):
