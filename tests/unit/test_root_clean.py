@@ -320,6 +320,7 @@ async def test_what_cannot_be_removed_is_named(root: Path, capsys: Capture) -> N
     assert main(["gc", str(root)]) == 1
     captured = capsys.readouterr()
     assert captured.err == f"{path.relative_to(root)} stays: {os.strerror(errno.ENOTEMPTY)}\n"
+    assert captured.out.endswith("removed 0 files, 0 B; 1 could not be removed\n")
     assert (path / "inside").exists()
 
 
@@ -495,7 +496,8 @@ async def test_wipe_asks_on_a_terminal_and_not_elsewhere(
             typed.write(answer + "\n")
             typed.flush()
             assert main(["wipe", str(root)]) == code
-            assert "Remove 1 files, " in capsys.readouterr().out
+            captured = capsys.readouterr()
+            assert "Remove 1 file, " in captured.err and "Remove" not in captured.out
             assert (files_under(root) == before) is bool(code)
 
 
@@ -538,6 +540,33 @@ def test_a_wrong_setting_is_one_sentence(
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.err.count("\n") == 1
     assert not captured.out
+
+
+async def test_without_the_roots_lock_nothing_is_removed(root: Path, capsys: Capture) -> None:
+    """Something that is no file lies where the lock belongs: nobody could be kept out, so nothing is touched."""
+    await dead(root, 1)
+    (root / "tierkv.lock").unlink()
+    os.mkfifo(root / "tierkv.lock")
+    before = files_under(root)
+    for command in (["gc", str(root), "--capacity", "0"], ["wipe", str(root), "--yes"]):
+        assert main(command) == 1
+        assert "is no file: 'tierkv.lock'" in capsys.readouterr().err
+    assert files_under(root) == before
+
+
+async def test_many_that_stay_are_counted(root: Path, capsys: Capture) -> None:
+    """Twenty are named, all are counted: a terminal has an end."""
+    async with opened(root, 40) as tier:
+        await store(tier, *map(chunk_of, range(25)))
+    for i in range(25):
+        path = file_of(root, i)
+        path.unlink()
+        path.mkdir()
+        (path / "inside").touch()
+    assert main(["gc", str(root)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.count(" stays: ") == 20
+    assert "25 could not be removed" in captured.out
 
 
 def test_ages() -> None:

@@ -33,6 +33,8 @@ the directory. Refuses while an engine uses it. Asks on a terminal; elsewhere --
 _AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h|d|w)?")
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 WIPED: Final = "wiped"
+MOST_NAMED: Final = 20
+"""Files that could not be removed and are named; the others are counted."""
 
 
 def add_gc_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +88,8 @@ class Tale:
             case Fate.STAYS:
                 self.n_stay += 1
                 because = "" if swept.error is None else swept.error.strerror
-                print(f"{place} stays: {because}", file=sys.stderr)
+                if self.n_stay <= MOST_NAMED:
+                    print(f"{place} stays: {because}", file=sys.stderr)
             case Fate.SPARED:
                 self.n_spared += 1
 
@@ -104,7 +107,12 @@ class Tale:
     def sum(self) -> str:
         """One sentence's beginning."""
         verb = "would remove" if self.dry_run else "removed"
-        return f"{verb} {self.n.total():,} files, {format_size(self.nbytes.total())}"
+        more = f"; {self.n_stay:,} could not be removed" if self.n_stay else ""
+        return f"{verb} {_files(self.n.total())}, {format_size(self.nbytes.total())}{more}"
+
+
+def _files(n: int) -> str:
+    return "1 file" if n == 1 else f"{n:,} files"
 
 
 def _opened(arguments: argparse.Namespace) -> closing[Root]:
@@ -268,6 +276,6 @@ def _agreed(path: str, namespace: str | None, there: Counter[str]) -> bool:
     if not sys.stdin.isatty():
         raise bad_setting("--yes", "missing", "given where nobody can be asked")
     where = path if namespace is None else f"namespace {namespace} of {path}"
-    question = f"Remove {there['files']:,} files, {format_size(there['nbytes'])}, from {where}? [y/N] "
-    print(question, end="", flush=True)
+    question = f"Remove {_files(there['files'])}, {format_size(there['nbytes'])}, from {where}? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -7,6 +7,7 @@ files is opened, as everywhere in the tier.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import os
@@ -194,6 +195,8 @@ class Root:
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             fd = self._open_regular(ROOT_LOCK, self._fd, flags)
+            if fd is None and flags:
+                raise FileExistsError(errno.EEXIST, "is no file", ROOT_LOCK)
             if fd is None:  # nobody has ever been here
                 yield
                 return
