@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tierkv.tiers._fs_format import ROOT_LOCK
@@ -25,6 +25,28 @@ def open_directory(name: str, dir_fd: int) -> int:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise NotRegularError(f"{name} is not a directory") from None
         raise
+
+
+def entries_of(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Names and what they are, links not followed; what vanishes meanwhile is passed over."""
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                yield entry.name, entry.stat(follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def directory(name: str, dir_fd: int) -> Iterator[int | None]:
+    """A descriptor of it for a ``with`` block; None if it is gone or no directory."""
+    try:
+        fd = open_directory(name, dir_fd)
+    except (FileNotFoundError, NotRegularError):
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def make_directory(name: str, dir_fd: int) -> int:

@@ -28,7 +28,7 @@ from tierkv.tiers._fs_catalogue import (
     rows_of,
     slab_name,
 )
-from tierkv.tiers._fs_dirs import NotRegularError, open_directory
+from tierkv.tiers._fs_dirs import directory, entries_of
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     LEAVES,
@@ -325,26 +325,6 @@ def _lock_shared(fd: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def entries_of(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
-    with os.scandir(dir_fd) as entries:
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                yield entry.name, entry.stat(follow_symlinks=False)
-
-
-@contextlib.contextmanager
-def directory(name: str, dir_fd: int) -> Iterator[int | None]:
-    try:
-        fd = open_directory(name, dir_fd)
-    except (FileNotFoundError, NotRegularError):
-        yield None
-        return
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _foreign(place: str, namespace: str, found: os.stat_result) -> Found:
