@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 """How often shares, expiry and tiers that became writable are looked at."""
+_SLICE = 256
+"""Scan results that enter the ledgers in one turn of the loop."""
 _PROBE_S = 0.1
 """How long a lookup waits for tiers that may hold more than the ledgers know."""
 
@@ -189,9 +191,12 @@ class Driver:
     async def _scan(self, index: int, tier: ScanTier) -> None:
         try:
             async for found in tier.scan():
-                self.hierarchy.absorb(index, found)
-                self.wake()
-                self.kick()
+                for at in range(0, len(found), _SLICE):
+                    self.hierarchy.absorb(index, found[at : at + _SLICE])
+                    self.wake()
+                    self.kick()
+                    # A tier that has listed all need not wait for its next batch: without this nobody else had a turn.
+                    await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 - a bad tier is never worse than none: what it does not tell is a miss
             self._fault(f"{self._name(index)}: the scan ended early, what it has not told of will be missed", error)
 
