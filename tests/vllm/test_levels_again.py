@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from asyncio import sleep, to_thread
 from typing import Any, ClassVar
 
 import pytest
+from vllm.v1.kv_offload.base import LookupResult
 
 from tests.vllm.manager_kit import Kit, keys_of
 from tierkv import MemoryTier
@@ -42,8 +44,6 @@ class OneOfMany(MemoryTier):
         await super().open(ctx)
 
     async def _pass(self) -> None:
-        from asyncio import to_thread
-
         self.n_waiting += 1
         await to_thread(self.gate.wait)
         self.n_waiting -= 1
@@ -168,3 +168,63 @@ def test_a_deletion_that_failed_before_a_reset_is_forgotten_with_it(tier):
 
 async def _refuse(_keys: Any) -> None:
     raise OSError(30, "read-only")
+
+
+class Probed(MemoryTier):
+    """Its scan never ends, so that every key takes a probe; probes wait at a gate."""
+
+    made: ClassVar[list[Probed]] = []
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(n_slots=64, name="below")
+        self.gate = threading.Event()
+        self.asked: list[tuple[ChunkKey, ...]] = []
+        self.answered: set[ChunkKey] = set()
+        self.writable = True
+        self.made.append(self)
+
+    def settled(self, key: ChunkKey) -> bool:
+        return key in self.answered
+
+    async def scan(self) -> Any:
+        while not self.gate.is_set():  # noqa: ASYNC110
+            await sleep(0.01)
+        yield []
+
+    async def probe(self, keys: Any) -> Any:
+        self.asked.append(tuple(keys))
+        await to_thread(self.gate.wait)
+        self.answered.update(keys)
+        return [None] * len(keys)
+
+    async def save_order(self, chunks: Any) -> None:
+        pass
+
+
+def test_a_probe_under_way_is_not_sent_again():
+    """An engine that waits asks in every step; the tier hears of each key once, and again only after its answer."""
+    Probed.made.clear()
+    clock = ManualClock()
+    engine = Kit(8, [{"type": "Probed", "module_path": __name__, "capacity": "1MiB"}], clock=clock)
+    try:
+        engine.until(lambda: engine.hierarchy.levels[1].open)
+        tier = Probed.made[-1]
+        keys, more = keys_of("a", 3), keys_of("b", 1)
+        context = engine.request(keys)
+        for _ in range(20):
+            assert engine.lookup(keys, context)[0] is LookupResult.RETRY
+            engine.step()
+        assert engine.lookup(more, engine.request(more))[0] is LookupResult.RETRY
+        engine.step()
+        engine.until(lambda: len(tier.asked) == 2)
+        assert sorted(key for batch in tier.asked for key in batch) == sorted([*keys, *more])
+        tier.gate.set()
+        engine.until(lambda: tier.answered >= {*keys, *more} and engine.lookup(keys, context) == [LookupResult.MISS])
+        tier.answered.clear()
+        other = engine.request(keys)
+        assert engine.lookup(keys, other)[0] is LookupResult.RETRY
+        engine.until(lambda: len(tier.asked) > 2)
+    finally:
+        for tier in Probed.made:
+            tier.gate.set()
+        engine.close()

@@ -62,6 +62,8 @@ class Absorbed(NamedTuple):
     level: int
     tier: Tier
     found: Sequence[Found]
+    asked: Sequence[ChunkKey] = ()
+    """What a probe was about."""
 
 
 News = Completion | Opened | Closed | Doors | Absorbed
@@ -102,6 +104,8 @@ class MoverLoop:
         self._news: deque[News] = deque()
         self._found: deque[Absorbed] = deque()
         self._n_found = 0
+        self._asked: set[tuple[int, ChunkKey]] = set()
+        """Levels and keys of probes under way: an engine that waits asks for them again in every step."""
         self._room = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -128,10 +132,16 @@ class MoverLoop:
 
     def probe(self, index: int, keys: Sequence[ChunkKey]) -> None:
         """What is found comes back as :class:`Absorbed`; what is not is settled from then on."""
-        self._run(self._probe(index, keys))
+        keys = [key for key in keys if (index, key) not in self._asked]
+        if keys:
+            self._asked.update((index, key) for key in keys)
+            self._run(self._probe(index, keys))
 
     def next_news(self) -> News | None:
-        return self._news.popleft() if self._news else None
+        news = self._news.popleft() if self._news else None
+        if isinstance(news, Absorbed):
+            self._asked.difference_update([(news.level, key) for key in news.asked])
+        return news
 
     def next_found(self) -> Absorbed | None:
         """Scan results, after everything else."""
@@ -257,14 +267,14 @@ class MoverLoop:
 
     async def _probe(self, index: int, keys: Sequence[ChunkKey]) -> None:
         tier = self._tiers[index]
-        if tier is None:
-            return
+        answers: Sequence[Found | None] = ()
         try:
-            answers = await tier.probe(keys)
+            if tier is not None:
+                answers = await tier.probe(keys)
         except Exception as error:  # noqa: BLE001 - as above
             logger.debug("probe of tier %d: %r", index, error)
-            return
-        self._news.append(Absorbed(index, tier, [found for found in answers if found is not None]))
+        finally:
+            self._news.append(Absorbed(index, tier, [found for found in answers if found is not None], keys))
 
     async def _close(self, orders: Mapping[int, Sequence[Chunk]]) -> None:
         try:

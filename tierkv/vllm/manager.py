@@ -277,7 +277,10 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         if self._below is not None:
             self._keep_open()
             self._below.send(self._take_unsent(), tuple(self._probes))
-            self._probes.clear()
+            if self._probes:
+                self._probes.clear()
+                # An engine that has nothing else to do spins, and the thread that probes would get the GIL every 5 ms.
+                time.sleep(0)
         elif self._primary.expires:
             self.hierarchy.refresh()
 
