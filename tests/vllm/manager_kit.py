@@ -116,7 +116,7 @@ class Kit:
     def request(self, *prompts: Sequence[Any], req_id: str = "", **fields: Any) -> ReqContext:
         """A request whose groups have these keys."""
         context = ReqContext(req_id=req_id or f"r{next(self._names)}", **fields)
-        for keys in prompts:
+        for keys in prompts if hasattr(context, "set_offload_key_position") else ():  # 0.30 has no positions
             for i, key in enumerate(keys, 1):
                 context.set_offload_key_position(key, i * TOKENS)
         self.manager.on_new_request(context)

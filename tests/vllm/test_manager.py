@@ -379,11 +379,12 @@ def test_promotion_is_leased_until_it_is_loaded(kit, gate):
         engine.store(keys_of(f"b{i}", 2))
     assert engine.lookup(keys, context) == [HIT] * 4
     engine.load(keys, context)
-    sources = {engine.manager.get_load_source(key, context).value for key in keys}
-    assert sources == {"disk"}
     again = engine.request(keys)
+    if _compat.CacheHitSource is not None:  # before 0.32 nobody asks
+        assert {engine.manager.get_load_source(key, context).value for key in keys} == {"disk"}
     assert engine.lookup(keys, again) == [HIT] * 4
-    assert engine.manager.get_load_source(keys[0], again).value == "host"
+    if _compat.CacheHitSource is not None:
+        assert engine.manager.get_load_source(keys[0], again).value == "host"
     assert GateTier.n_reads == 4
 
 
