@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.crash.nursery import Nursery
+from tests.fs_kit import LAYOUTS, using
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,8 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         yield made
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """For roots and logs; short, since a rule has room for part of a path only."""
-    return tmp_path
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How the root is laid out: ``settings={"layout": layout}`` for those who live on it."""
+    with using(request.param):
+        yield request.param
