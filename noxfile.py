@@ -170,7 +170,9 @@ def _unpack(wheel: Path, folder: Path, site: Path | None) -> None:
     """Unpack a wheel; with ``site`` the compiled parts come from what is installed there."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if site is None or ".so" not in name])
-    for compiled in site.glob("vllm/**/*.so") if site is not None else ():
+    if site is None:
+        return
+    for compiled in site.glob("vllm/**/*.so"):
         target = folder / compiled.relative_to(site)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(compiled, target)
