@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -71,6 +71,13 @@ def wipe(root: Path, capsys: Capture, *options: str, code: int = 0) -> dict[str,
     assert main(["wipe", str(root), "--json", *options]) == code
     counts: dict[str, Any] = json.loads(capsys.readouterr().out)
     return counts
+
+
+def occupied(root: Path, capsys: Capture) -> int:
+    """What counts against the capacity; of a slab, what its holes leave."""
+    capsys.readouterr()
+    assert main(["du", str(root), "--json"]) == 0
+    return int(json.loads(capsys.readouterr().out)["nbytes"])
 
 
 def file_of(root: Path, i: int) -> Path:
@@ -336,6 +343,33 @@ async def test_gc_for_people(root: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith("removed 4 files, ")
 
 
+async def test_a_slab_leaves_as_a_whole_or_not_at_all(root: Path, capsys: Capture) -> None:
+    """Slab and catalogue stay beside plain garbage, and leave together when there is too much or nobody reads them."""
+    for options in (["--capacity", "0"], ["--unread-for", "0"]):
+        async with opened(root, layout="slab") as tier:
+            await store(tier, chunk_of(1), chunk_of(2))
+        slab = {path.name for path in (root / DIGEST).glob("*.sl*")}
+        assert len(slab) == 2
+        assert gc(root, capsys)[0] == {}
+        assert set(gc(root, capsys, "--dry-run", "--capacity", str(recount(root) - 1))[0]) == slab
+        assert set(gc(root, capsys, *options)[0]) == slab
+        assert not list(root.glob("owner-*"))
+
+
+async def test_a_trim_that_spares_the_slab_spares_its_catalogue(root: Path, capsys: Capture) -> None:
+    """A chunk file is the coldest and enough: the slab's two files and the owner's lock stay, and serve."""
+    await dead(root, 1, age_s=DAY_S)
+    async with opened(root, layout="slab") as tier:
+        await store(tier, chunk_of(2))
+    name = file_of(root, 1).name
+    assert list(gc(root, capsys, "--capacity", str(occupied(root, capsys) - 1))[0]) == [name]
+    (lock,) = root.glob("owner-*.lock")
+    page = OwnerPage.unpack(lock.read_bytes())
+    assert page is not None and page.reserved_nbytes >= occupied(root, capsys), "the living must not take that room"
+    async with opened(root, layout="slab") as tier:
+        assert await fetch(tier, chunk_of(2)) == [Status.OK]
+
+
 # -- wipe -------------------------------------------------------------------------------------------------------
 
 
@@ -428,9 +462,13 @@ async def test_an_engine_that_starts_ends_a_wipe(root: Path, capsys: Capture, mo
     await came[0].aclose()
 
 
-async def test_wipe_under_a_running_cache_is_misses_and_nothing_worse(root: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("layout", ["files", "slab"])
+async def test_wipe_under_a_running_cache_is_misses_and_nothing_worse(
+    root: Path, capsys: Capture, layout: Literal["files", "slab"]
+) -> None:
     """Three sessions store and load while the root is wiped: never a wrong byte or an error, and it stores again."""
-    levels = [Level(CPUTier(), LRU(), capacity=8 * STRIDE), Level(FSTier(root, min_free=0), LRU(), capacity="4MiB")]
+    tier = FSTier(root, min_free=0, layout=layout)
+    levels = [Level(CPUTier(), LRU(), capacity=8 * STRIDE), Level(tier, LRU(), capacity="4MiB")]
     branches = range(2, 12)
     async with TieredCache(chunker=ToyChunker(), namespace=b"toy", levels=levels) as cache:
 
@@ -454,13 +492,15 @@ async def test_wipe_under_a_running_cache_is_misses_and_nothing_worse(root: Path
             await asyncio.gather(*(use(branch) for branch in (2, 5, 8)))
         assert await wiping == 0
         assert "removed" in capsys.readouterr().out
+        assert tier._mount is not None
+        await asyncio.to_thread(tier._mount.beat)  # a second at most until a slab's absence is noticed
         for branch in branches:
             await use(branch)
             await cache.wait_idle()
         assert sum([await use(branch) for branch in branches]) > 20, "it serves from disk again"
         fs = cache.statistics()["fs"]
         assert not fs.broken and fs.dropped.get("corrupt", 0) == 0 and fs.dropped.get("tier_error", 0) == 0
-        assert levels[1].tier.counters()["failed_writes"] == 0  # type: ignore[attr-defined]
+        assert tier.counters()["failed_writes"] == 0
 
 
 async def test_wipe_in_use_leaves_what_is_being_written(root: Path, capsys: Capture) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from tierkv.tiers._fs_catalogue import SLAB, SLOTS
 from tierkv.tiers._fs_inspect import Found, Kind, Root
 from tierkv.tiers._fs_sweep import Broom, Census, Fate, Swept, orphans_of, settle
 
@@ -120,21 +121,33 @@ class Garbage:
         if self._wish.capacity_nbytes is not None:
             excess_nbytes = self._total_nbytes - self._wish.capacity_nbytes
         coldest = _Coldest(self._census.read_by_nobody)
-        for found in self._root.files():
-            if found.name is None or not self._census.is_dead(found.name.owner):
-                continue
+        catalogues: dict[str, Found] = {}
+        for found in self._files_of_the_dead():
             why = self._why(found)
             if why is not None:
                 excess_nbytes -= found.charge_nbytes
                 yield found, why
+                continue
+            slab = _slab_of(found)
+            if slab is not None:
+                catalogues[slab] = found
                 continue
             for kept in coldest.add(found, excess_nbytes):
                 self._stays(kept, left)
         for found, leaves in coldest.take(excess_nbytes):
             if leaves:
                 yield found, OVER
+                if found.place in catalogues:
+                    yield catalogues.pop(found.place), OVER
             else:
                 self._stays(found, left)
+        for found in catalogues.values():
+            self._stays(found, left)
+
+    def _files_of_the_dead(self) -> Iterator[Found]:
+        return (
+            found for found in self._root.files() if found.name is not None and self._census.is_dead(found.name.owner)
+        )
 
     def _why(self, found: Found) -> str | None:
         if found.kind not in _KEPT:
@@ -144,6 +157,12 @@ class Garbage:
     def _stays(self, found: Found, left: Counter[str]) -> None:
         assert found.name is not None
         left[found.name.owner] += found.charge_nbytes
+
+
+def _slab_of(found: Found) -> str | None:
+    """The place of the slab that this catalogue is of, with which it stays or leaves; None for anything else."""
+    is_catalogue = found.kind is Kind.SLAB and found.place.endswith(f".{SLOTS}")
+    return found.place.removesuffix(SLOTS) + SLAB if is_catalogue else None
 
 
 class _Coldest:
