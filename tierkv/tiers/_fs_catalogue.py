@@ -19,6 +19,7 @@ It is read and written, never mapped: a mapped file that somebody cuts short end
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import struct
@@ -163,7 +164,8 @@ class Catalogue:
         place = self._taken.find(0, first)
         if place < 0:
             place = self._taken.find(0)
-        assert place >= 0, "there are more rows than slots"
+        if place < 0:  # somebody made the slab longer than we would
+            raise OSError(errno.ENOSPC, "more rows than the catalogue has places for")
         self.put_at(place, key, slot, used_s)
         self._taken[place] = 1
         return place

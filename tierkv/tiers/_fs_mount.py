@@ -257,7 +257,8 @@ class Mount:
 
     def share_nbytes(self) -> int:
         """The part of our limit that chunks can have: all but lock files and room for the index."""
-        return max(0, self.books.limit_nbytes - self.books.fixed_nbytes)
+        share_nbytes = max(0, self.books.limit_nbytes - self.books.fixed_nbytes)
+        return share_nbytes if self._slot_nbytes is None else min(share_nbytes, self._slabs.most_nbytes())
 
     def spare_nbytes(self) -> int:
         """What the file system can still give us and keep ``min_free``; negative if that is not kept now."""

@@ -106,7 +106,7 @@ class Scanner:
                 return False
             except (OSError, TierError) as error:
                 if self._tally.add("failed_scans") == 1:
-                    _log.warning("%s: cannot list the root (%s), trying again every second", self._name, error)
+                    _log.warning("%s: cannot list the root (%s), trying again every second", self._name, str(error))
                 self._stop.wait(_RETRY_S)
         return False
 

@@ -21,7 +21,7 @@ from tierkv.tiers._fs_catalogue import (
     parse_slab_name,
     slab_name,
 )
-from tierkv.tiers._fs_dirs import unlink_quietly
+from tierkv.tiers._fs_dirs import sync_upwards, unlink_quietly
 from tierkv.tiers._fs_format import PLAIN, Sums
 from tierkv.tiers._fs_holes import UNSUPPORTED, allocate, punch
 from tierkv.tiers._fs_io import Tally
@@ -96,8 +96,10 @@ class SlabFiles:
 
     def resize(self, slab: Slab, n_slots: int) -> Slab:
         """The same slab with a catalogue for ``n_slots``; ``slab`` is of no use any more. Raises OSError."""
-        rows = [(row.key, row.slot, row.used_s) for piece in slab.catalogue.rows() for row in piece]
-        self._write_catalogue(slab.owner, slab.slot_nbytes, max(n_slots, slab.n_slots), rows)
+        # One a slot, and only for slots that are there: a slab that was cut short has far more rows than that.
+        rows = {row.slot: row for piece in slab.catalogue.rows() for row in piece if row.slot < slab.n_slots}
+        told = ((row.key, row.slot, row.used_s) for row in rows.values())
+        self._write_catalogue(slab.owner, slab.slot_nbytes, max(n_slots, slab.n_slots), told)
         return self.open(slab.owner, slab.slot_nbytes)
 
     def rename(self, owner: str, to: str, slot_nbytes: int) -> None:
@@ -108,8 +110,8 @@ class SlabFiles:
                 os.rename(old, new, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
 
     def remove(self, owner: str, slot_nbytes: int) -> None:
-        """The catalogue first: without it the slots are nothing to anybody but ``mend``."""
-        for kind in (SLOTS, SLOTS + PART, SLAB):
+        """The slots first: of them alone ``mend`` would bring back what was evicted, if a kill came in between."""
+        for kind in (SLAB, SLOTS, SLOTS + PART):
             unlink_quietly(slab_name(owner, slot_nbytes, kind), self.dir_fd)
 
     def tidy(self, owner: str, slot_nbytes: int) -> None:
@@ -151,6 +153,7 @@ class SlabFiles:
             os.rename(name + PART, name, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
             if self.durable:
                 os.fsync(self.dir_fd)
+                sync_upwards(self.dir_fd)
         except BaseException:
             unlink_quietly(name + PART, self.dir_fd)
             raise

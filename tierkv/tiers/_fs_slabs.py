@@ -77,8 +77,7 @@ class Slabs:
                         self._lose(slab)
         for owner, slot_nbytes in there:
             if slot_nbytes not in self._slabs.get(owner, ()):
-                with contextlib.suppress(BadCatalogueError, OSError):
-                    self._add(self._files.open(owner, slot_nbytes))
+                self._open_to_read(owner, slot_nbytes)
 
     def owners(self) -> set[str]:
         """Of every slab that lies here."""
@@ -115,11 +114,19 @@ class Slabs:
             if its_owner != owner:
                 continue
             self._files.tidy(owner, slot_nbytes)
-            slab = self._slabs.get(owner, {}).get(slot_nbytes) or self._open_or_mend(owner, slot_nbytes)
+            slab = self._slabs.get(owner, {}).get(slot_nbytes)
+            if slab is None or not (slab.is_loaded or slab.is_linked):
+                slab = self._open_or_mend(owner, slot_nbytes)
             if slab is not None:
                 known = slab.is_loaded
-                for rows in slab.load():
-                    yield slab, rows
+                try:
+                    for rows in slab.load():
+                        yield slab, rows
+                except BadCatalogueError as error:  # cut since we opened it: the next try will mend it
+                    del self._slabs[owner][slot_nbytes]
+                    if known and self._is_held(owner):
+                        self._uncount(slab)
+                    raise OSError(errno.EIO, f"catalogue: {error}") from None
                 if not known and self._is_held(owner):
                     self._count(slab)
 
@@ -164,8 +171,7 @@ class Slabs:
             return None if slab is None or row is None else Berth(slab, row)
         if owner not in self._slabs and not self._is_held(owner):
             # Seen by the heartbeat sooner or later; a slab as young as this one has slots like ours as a rule.
-            with contextlib.suppress(BadCatalogueError, OSError):
-                self._add(self._files.open(owner, self._usual_nbytes))
+            self._open_to_read(owner, self._usual_nbytes)
         for slab in list(self._slabs.get(owner, {}).values()):
             row = slab.catalogue.find(key)
             if row is not None:
@@ -239,6 +245,15 @@ class Slabs:
                 self._books.add_idle(-n * slab.slot_nbytes)
                 given += n * slab.slot_nbytes
         return given
+
+    def most_nbytes(self) -> int:
+        """What chunks of ours may occupy if we write slots: a catalogue has rows for no more, whatever our limit is."""
+        assert self._slot_nbytes is not None
+        written = [slab for slab in self._all_held() if self._is_written(slab)]
+        n_slots = sum(slab.catalogue.n_slots for slab in written)
+        n_slots += 0 if any(map(self._is_own, written)) else self._n_slots
+        elsewhere_nbytes = self._books.chunks_nbytes - sum(slab.n_taken for slab in written) * self._slot_nbytes
+        return n_slots * self._slot_nbytes + max(0, elsewhere_nbytes)
 
     def _take_idle(self, n: int) -> tuple[Slab, range] | None:
         for slab in self._all_held():
@@ -326,6 +341,12 @@ class Slabs:
         self._add(slab)
         return slab
 
+    def _open_to_read(self, owner: str, slot_nbytes: int) -> None:
+        """If it can be, now. Never in place of one that is there: a scan may just have begun to load that."""
+        with contextlib.suppress(BadCatalogueError, OSError):
+            slab = self._files.open(owner, slot_nbytes)
+            self._slabs.setdefault(owner, {}).setdefault(slot_nbytes, slab)
+
     def _add(self, slab: Slab) -> None:
         self._slabs.setdefault(slab.owner, {})[slab.slot_nbytes] = slab
 
@@ -338,6 +359,7 @@ class Slabs:
             if held is not None and held.at is not None and (held.slot, held.nbytes) == (slot, slab.slot_nbytes):
                 self._books.drop(key, slab.owner)
                 self._tally.add("vanished")
+        self._files.remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody
         self._uncount(slab)
 
 

@@ -1,0 +1,153 @@
+"""The slab layout under attack: files that are cut, lost or half of a pair, at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fs_kit import (
+    CHARGE,
+    PAGE,
+    _mount,
+    capacity_for,
+    chunk_of,
+    fetch,
+    files_under,
+    first_batches,
+    key_of,
+    kill,
+    opened,
+    recount,
+    scanned,
+    store,
+    using,
+    write,
+)
+from tierkv.tiers import _fs_dirs
+from tierkv.tiers._fs_slab_files import SlabFiles
+from tierkv.types import Status
+
+OK, MISSING = Status.OK, Status.MISSING
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture(autouse=True)
+def _in_slabs() -> Iterator[None]:
+    with using("slab"):
+        yield
+
+
+def only(root: Path, suffix: str) -> Path:
+    (path,) = root.rglob(f"*.{suffix}")
+    return path
+
+
+async def test_a_cut_slab_and_a_smaller_capacity(root: Path) -> None:
+    """Far more rows than slots, just when the catalogue is to be made smaller: it opens, and serves what is there."""
+    async with opened(root, n_chunks=200, n_write_threads=1) as tier:
+        await store(tier, *(chunk_of(i) for i in range(100)))
+    os.truncate(only(root, "slab"), 3 * CHARGE)
+    async with opened(root, n_chunks=5) as tier:
+        assert {found.key for found in await first_batches(tier)} == {key_of(i) for i in range(3)}
+        assert await fetch(tier, *(chunk_of(i) for i in range(3))) == [OK] * 3
+        await store(tier, chunk_of(7))
+
+
+@pytest.mark.parametrize("suffix", ["slab", "slots"])
+async def test_half_of_a_pair_is_removed_under_us(root: Path, suffix: str) -> None:
+    """At the next heartbeat the other half goes too: its bytes are no longer counted, and writing goes on."""
+    async with opened(root) as tier:
+        await store(tier, *(chunk_of(i) for i in range(4)))
+        only(root, suffix).unlink()
+        _mount(tier).beat()
+        assert await fetch(tier, chunk_of(1)) == [MISSING]
+        assert recount(root) <= tier.usage()["used_nbytes"] <= capacity_for(20)
+        await store(tier, chunk_of(9))
+        assert await fetch(tier, chunk_of(9)) == [OK]
+        assert recount(root) <= tier.usage()["used_nbytes"] <= capacity_for(20)
+
+
+async def test_a_catalogue_that_was_cut_before_its_owner_died(root: Path) -> None:
+    """We had opened it while it was whole: the adoption ends all the same, with what the slots say of themselves."""
+    async with opened(root, n_chunks=40) as dying, opened(root, n_chunks=40) as heir:
+        mount = _mount(heir)
+        mount.beat()
+        _mount(dying).beat()
+        await store(dying, *(chunk_of(i) for i in range(3)))
+        mount.beat()
+        await store(heir, chunk_of(8))
+        owner = _mount(dying)._seat.id
+        catalogue = next(path for path in root.rglob("*.slots") if path.name.startswith(owner))
+        kill(dying)
+        os.truncate(catalogue, PAGE)
+        mount._seat._clock = lambda: 0.0
+        mount.beat()
+        mount._seat._clock = lambda: 1e6
+        await asyncio.to_thread(mount.beat)
+        await scanned(heir)
+        assert owner in mount._seat.held_ids() and not mount.books.is_scanning
+        assert await fetch(heir, *(chunk_of(i) for i in range(3))) == [OK] * 3
+
+
+async def test_a_kill_while_a_slab_is_removed_brings_nothing_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was evicted stays evicted, although its bytes lie in the half that is left."""
+
+    def killed(self: SlabFiles, owner: str, slot_nbytes: int) -> None:
+        real_unlink = _fs_dirs.unlink_quietly
+        names: list[str] = []
+        monkeypatch.setattr("tierkv.tiers._fs_slab_files.unlink_quietly", lambda name, fd: names.append(name))
+        real(self, owner, slot_nbytes)
+        real_unlink(names[0], self.dir_fd)
+
+    real = SlabFiles.remove
+    async with opened(root) as tier:
+        await store(tier, *(chunk_of(i) for i in range(3)))
+        await tier.delete([key_of(i) for i in range(3)])
+        monkeypatch.setattr(SlabFiles, "remove", killed)
+    monkeypatch.undo()
+    assert [path for path in files_under(root) if ".sl" in path.name]
+    async with opened(root) as tier:
+        assert await first_batches(tier) == []
+        assert await fetch(tier, *(chunk_of(i) for i in range(3))) == [MISSING] * 3
+
+
+async def test_a_catalogue_made_on_a_full_disk_bounds_the_share(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is freed later: the slab cannot grow beyond its catalogue, so the ledger must not think that it can."""
+    free = [200 * CHARGE]
+    real = os.fstatvfs
+
+    def statvfs(_: int) -> os.statvfs_result:
+        return os.statvfs_result((PAGE, PAGE, 1 << 20, 0, free[0] // PAGE, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "fstatvfs", statvfs)
+    async with opened(root, n_chunks=2000) as tier:
+        free[0] = 10_000 * CHARGE
+        _mount(tier).beat()
+        n = tier.share_nbytes() // CHARGE
+        outcomes = await write(tier, *(chunk_of(i) for i in range(n)))
+        assert [outcome.reason for outcome in outcomes if not outcome.ok] == []
+    monkeypatch.setattr(os, "fstatvfs", real)
+
+
+async def test_durability_power_syncs_every_directory_on_the_way(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab whose namespace's name is lost with the power is lost as a whole: the root is synced as well."""
+    synced: list[int] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        real(fd)
+
+    async with opened(root / "kv", durability="power") as tier:
+        monkeypatch.setattr(os, "fsync", fsync)
+        await store(tier, chunk_of(0))
+    namespace = only(root, "slab").parent if list(root.rglob("*.slab")) else root
+    assert {path.stat().st_ino for path in (namespace, root / "kv", root)} <= set(synced)
