@@ -106,6 +106,8 @@ class Mover:
         self._cooldowns_s = cooldowns_s or [limits.breaker_cooldown_s] * len(tiers)
         self._breakers = [(Breaker(limits.breaker_failures), Breaker(limits.breaker_failures)) for _ in tiers]
         """Of each level's reads, and of its writes and deletions."""
+        self._unread: set[int] = set()
+        """Copies between lower levels that never came to be written: they say nothing of the level below."""
         self._running: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[Sequence[Outcome]]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -123,17 +125,19 @@ class Mover:
                 self._finish(transfer, _failed(transfer.chunk.key, Reason.CLOSED))
                 continue
             level = transfer.source if transfer.kind is TransferKind.PROMOTE else transfer.target
-            lane = self._lanes.get((level, transfer.kind)) or self._new_lane(level, transfer.kind)
+            lane = self._lane(level, transfer.kind)
             lane.queue.append(Queued(transfer, deadline))
             touched[level, transfer.kind] = lane
         for lane in touched.values():
             self._start(lane)
         self._arm_sweep()
 
-    def _new_lane(self, level: int, kind: TransferKind) -> Lane:
-        is_read = kind is TransferKind.PROMOTE
-        lane = Lane(level, self._tiers[level].name, self._breakers[level], is_read=is_read)
-        self._lanes[level, kind] = lane
+    def _lane(self, level: int, kind: TransferKind) -> Lane:
+        lane = self._lanes.get((level, kind))
+        if lane is None:
+            is_read = kind is TransferKind.PROMOTE
+            lane = Lane(level, self._tiers[level].name, self._breakers[level], is_read=is_read)
+            self._lanes[level, kind] = lane
         return lane
 
     def renew(self, level: int) -> None:
@@ -199,9 +203,11 @@ class Mover:
                 for transfer in transfers:
                     self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE), ended=False)
             outcomes = await asyncio.shield(call)
-            if done:
-                error = next((o.error for o in outcomes if o.error is not None), None)
-                self._record(lane, success=not outcomes or any(_answered(o) for o in outcomes), error=error)
+            judged = [o for t, o in zip(transfers, outcomes, strict=True) if t.id not in self._unread]
+            self._unread.difference_update([t.id for t in transfers])
+            if done and judged:
+                error = next((o.error for o in judged if o.error is not None), None)
+                self._record(lane, success=any(map(_answered, judged)), error=error)
             for transfer, outcome in zip(transfers, outcomes, strict=True):
                 self._finish(transfer, outcome)
         finally:
@@ -268,15 +274,20 @@ class Mover:
     async def _write_through_bounce(self, transfer: Transfer, tiers: Sequence[Tier]) -> Outcome:
         """Between two lower levels, neither of which lends its memory: by way of a page-aligned buffer of our own."""
         buffer = memoryview(mmap.mmap(-1, self._stride_nbytes))
+        reads = self._lane(transfer.source, TransferKind.PROMOTE)
 
-        async def copy() -> Sequence[Outcome]:
-            (read,) = read_outcomes = await tiers[transfer.source].read([(transfer.chunk.key, buffer)])
-            _refuse_nonsense(read_outcomes, [transfer])
-            if not read.ok:
-                return [Outcome(read.key, Status.FAILED, Reason.TIER_ERROR, read.error)]
+        async def to_read() -> Sequence[Outcome]:
+            return await tiers[transfer.source].read([(transfer.chunk.key, buffer)])
+
+        async def to_write() -> Sequence[Outcome]:
             return await tiers[transfer.target].write([(transfer.chunk, buffer)])
 
-        (outcome,) = await self._guarded(copy(), [transfer])
+        (read,) = await self._guarded(to_read(), [transfer])
+        self._record(reads, success=_answered(read), error=read.error)
+        if not read.ok:
+            self._unread.add(transfer.id)
+            return Outcome(read.key, Status.FAILED, Reason.TIER_ERROR, read.error)
+        (outcome,) = await self._guarded(to_write(), [transfer])
         return outcome
 
     def _view(self, transfer: Transfer) -> memoryview:

@@ -7,6 +7,7 @@ import pytest
 from tests.cases.kit import turns_until
 from tests.fs_kit import LONGEST, STRIDE, chunk_of, payload_of, slots
 from tierkv import MemoryTier
+from tierkv._breaker import Traffic
 from tierkv._mover import Completion, Mover
 from tierkv.protocols import TierContext
 from tierkv.testing import Does, Fault, FaultTier
@@ -36,6 +37,36 @@ async def test_one_of_a_batch_between_lower_levels(verb: str, does: Does) -> Non
     there = await below.contains([chunk.key for chunk in chunks])
     done_after_all = verb == "write" and does is Does.SHORT
     assert there == [i != 4 or done_after_all for i in range(8)]
+    await mover.aclose()
+    for tier in (above, below):
+        await tier.aclose()
+
+
+@pytest.mark.parametrize("does", [Does.RAISE, Does.FAIL, Does.MISS])
+async def test_who_cannot_be_read_is_not_who_cannot_be_written(does: Does) -> None:
+    """Copies between lower levels whose source fails: not the writes of the level below stop, but its own reads."""
+    above, below = FaultTier(MemoryTier(name="above")), MemoryTier(name="below")
+    ctx = TierContext(LONGEST, STRIDE, b"", 16 * STRIDE)
+    chunks = [chunk_of(i) for i in range(8)]
+    done: list[Completion] = []
+    told: list[tuple[int, Traffic, Traffic]] = []
+    for tier in (above, below):
+        await tier.open(ctx)
+    await above.write([(chunk, memoryview(payload_of(chunk.key, LONGEST))) for chunk in chunks])
+    above.faults.append(Fault("read", does))
+    mover = Mover(
+        [MemoryTier(), above, below],
+        lambda _: slots(1)[0],
+        done.append,
+        on_breaker=lambda level, *, reads, writes: told.append((level, reads, writes)),
+        stride_nbytes=STRIDE,
+    )
+    for i, chunk in enumerate(chunks):
+        mover.submit([Transfer(i, TransferKind.DEMOTE, chunk, 1, 2, None)])
+        await turns_until(lambda i=i: len(done) == i + 1)  # type: ignore[misc]
+    assert {each.outcome.status for each in done} == {Status.FAILED}
+    broken = does is not Does.MISS  # a miss is an answer
+    assert told == [(1, Traffic.STOPPED, Traffic.FLOWS)] * broken
     await mover.aclose()
     for tier in (above, below):
         await tier.aclose()
