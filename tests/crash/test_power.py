@@ -13,7 +13,7 @@ import pytest
 from tests.crash.harness import Said, run
 from tests.crash.lives import storing
 from tests.crash.nursery import Nursery
-from tests.fs_kit import capacity_for, first_batches, opened
+from tests.fs_kit import capacity_for, first_batches, opened, using
 from tierkv.tiers import _fs_scan
 from tierkv.tiers._fs_format import PART, parse_file_name, parse_owner_file
 
@@ -27,7 +27,7 @@ def nursery(tmp_path: Path) -> Nursery:
 
 
 def traced(
-    nursery: Nursery, folder: Path, *, kill_at_sync: int = 0, durability: str = "power"
+    nursery: Nursery, folder: Path, *, kill_at_sync: int = 0, durability: str = "power", layout: str = "files"
 ) -> tuple[list[tuple[str, str]], Said]:
     """What a life asked the kernel for that bears on power, with paths relative to the folder of its root."""
     root = folder / "deep" / "a-root"
@@ -35,7 +35,9 @@ def traced(
     rules = [add("sync", path=path, kill=True, log=True, first=kill_at_sync, count=1)] if kill_at_sync else []
     rules.append(add("write", "rename", "mkdir", "sync", path=path, log=True))
     n_before = len(nursery.faults.log())
-    _, said = run(nursery, storing, root, folder / "log", capacity=capacity_for(6), durability=durability)
+    with using(layout):
+        capacity = capacity_for(6)
+    _, said = run(nursery, storing, root, folder / "log", capacity=capacity, durability=durability, layout=layout)
     for rule in rules:
         rule.remove()
     calls = nursery.faults.log()[n_before:]
@@ -143,3 +145,36 @@ async def test_what_is_not_synced_is_not_needed(
     async with opened(root, capacity=capacity_for(6), durability="power") as tier:
         assert {item.key for item in await first_batches(tier)} == said.kept
         assert tier.counters()["orphans"] == len(said.kept)
+
+
+def test_slot_then_row_and_nothing_before_it_is_safe(nursery: Nursery, tmp_path: Path) -> None:
+    """The slab: a row is written once its slot is synced, and acknowledged once all rows and all names are."""
+    n_kept = 0
+    with nursery:
+        for n in range(1, 30, 2):
+            folder = tmp_path / f"f{n}"
+            folder.mkdir()
+            calls, said = traced(nursery, folder, kill_at_sync=n, layout="slab")
+            if not calls or calls[-1][0] != "sync":
+                break
+            assert len(said.kept) <= n_safe_rows(calls[:-1])
+            n_kept += len(said.kept)
+    assert n_kept > 10
+
+
+def n_safe_rows(calls: list[tuple[str, str]]) -> int:
+    """How many rows a loss of power could not take any more; none while a name above them could be lost."""
+    is_slab_synced, n_rows, n_safe, unsafe_names = True, 0, 0, set()
+    for kind, path in calls:
+        if kind == "mkdir" or (kind == "rename" and path.endswith(".slots")):
+            unsafe_names.add(path.rpartition("/")[0])
+        elif path.endswith(".slab"):
+            is_slab_synced = kind == "sync"
+        elif kind == "write" and path.endswith(".slots"):
+            assert is_slab_synced, "a row stands before its slot is safe"
+            n_rows += 1
+        elif kind == "sync" and path.endswith(".slots"):
+            n_safe = n_rows
+        elif kind == "sync":
+            unsafe_names.discard(path)
+    return 0 if unsafe_names else n_safe

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from tierkv.tiers._fs_catalogue import Catalogue, Row
+from tierkv.tiers._fs_dirs import sync_upwards
 from tierkv.tiers._fs_format import BadHeaderError, Header, Sums, unpack_header
 from tierkv.tiers._fs_holes import allocate, punch
 from tierkv.tiers._fs_io import TOUCH_AFTER_S, Identity, Tally
@@ -80,6 +81,8 @@ class Slab:
         self._direct = open_regular(name, dir_fd, direct=True) if direct else self._buffered
         self._tally = tally
         self._lock = threading.Lock()
+        self._dir_fd = dir_fd
+        self._names_are_safe = False
         self._cursor = 0
         self._states = bytearray()
         self._places = array.array("I")
@@ -328,8 +331,13 @@ class Slab:
                 raise OSError(errno.ENOSPC, "the write ended short")
 
     def sync(self) -> None:
-        """What was written before is on the disk. Raises OSError."""
+        """What was written before is on the disk, and so is the way to it. Raises OSError."""
         os.fdatasync(self._buffered.fd)
+        if not self._names_are_safe:
+            # Whoever made the slab, and the directories above it, need not have synced their names.
+            os.fsync(self._dir_fd)
+            sync_upwards(self._dir_fd)
+            self._names_are_safe = True
 
     def sync_rows(self) -> None:
         """The rows written before are on the disk. Raises OSError."""
