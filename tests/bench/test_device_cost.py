@@ -11,7 +11,7 @@ from tierkv.device import Direction
 
 PAGE_NBYTES = 16 << 10
 PART = 0.75
-"""One call a page reaches 0.65 there. The report asks for 0.8, of pages of 32 KiB and more."""
+"""One call a page reaches 0.65 there. The report asks for 0.8."""
 TRIES = 3
 """A neighbour that takes the caches for a second can spoil a median of seven; three times in a row it does not."""
 
