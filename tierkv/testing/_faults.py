@@ -160,14 +160,14 @@ class FaultTier:
         if fault.does is Does.FAIL and fail is not None:
             return fail(fault.error)
         if fault.does in (Does.RAISE, Does.FAIL):
-            raise fault.error
+            raise fault.error.with_traceback(None)  # it is raised again and again, and would keep every frame
         if fault.does is Does.SLOW:
             await asyncio.sleep(fault.delay_s)
         if fault.does is Does.HANG:
             await (fault.gate or self.gate).wait(verb)
         answers = await act()
         if fault.does is Does.RAISE_AFTER:
-            raise fault.error
+            raise fault.error.with_traceback(None)
         if fault.does is Does.LIE and lie is not None:
             return lie(answers)
         return _reshaped(fault.does, answers)
