@@ -436,6 +436,43 @@ def test_an_eviction_stops_at_what_is_held() -> None:
     assert policy.evict(5) == [b"a1", b"a0"]
 
 
+def test_a_chain_that_came_in_pieces_is_climbed_up_to_what_is_held() -> None:
+    """Its head has the oldest stamp and loses its place; what leaves hands its own on, but to nobody who is held."""
+    policy = LRU()
+    for chunk in chain("a", 4):
+        policy.on_insert([chunk])
+    policy.on_insert(chain("x", 1))
+    policy.hold(ChunkKey(b"a1"))
+    assert policy.evict(5) == [b"a3", b"a2", b"x0"]
+    policy.release(ChunkKey(b"a1"))
+    assert policy.evict(5) == [b"a1", b"a0"]
+
+
+def test_a_chunk_that_is_deleted_hands_its_place_on() -> None:
+    """A parent that is older than the child it lost stands where that one stood, in the middle of the line."""
+    policy = LRU()
+    for chunk in [*chain("c", 2), *chain("x", 1)]:
+        policy.on_insert([chunk])
+    policy.on_remove(ChunkKey(b"c1"), evicted=False)
+    assert names(policy) == ["c0", "x0"]
+    assert policy.evict(5) == [b"c0", b"x0"]
+
+
+def test_a_parent_that_has_lost_its_place_overtakes_nobody() -> None:
+    """Used after its child and passed over because of it, it is younger than a leaf that came between the two."""
+    policy = LRU()
+    head, tail = chain("c", 2)
+    for chunk in (head, tail, *chain("x", 1)):
+        policy.on_insert([chunk])
+    policy.on_access([head])
+    policy.on_insert(chain("y", 1))
+    policy.hold(tail.key)
+    assert names(policy) == ["x0", "y0"]
+    assert names(policy) == ["x0", "y0"]
+    policy.release(tail.key)
+    assert policy.evict(5) == [b"c1", b"x0", b"c0", b"y0"]
+
+
 def test_held_chunks_are_met_once() -> None:
     """However often victims are asked for afterwards, what is held is not walked over again."""
     policy = LRU()
