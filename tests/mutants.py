@@ -154,7 +154,7 @@ OURS: Final = [
         POLICIES + "lru.py",
         "                if absent:\n                    seat.n_children = absent.pop(seat.key, 0)\n",
         "",
-        "pytest tests/property/test_lru.py",
+        "pytest tests/property/test_lru.py -k finds_the_children",
     ),
     Mutant(
         "a chunk let go while it has no place never leaves",

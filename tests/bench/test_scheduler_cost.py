@@ -176,11 +176,11 @@ def show(results: dict[tuple[int, int], dict[str, list[float]]]) -> None:
 @pytest.mark.bench
 @pytest.mark.timeout(280)
 def test_cheaper_than_vllms_own_manager() -> None:
-    """A lookup costs no more than in vLLM's LRU manager, a load about a third, an offer a quarter to a half.
+    """A lookup or a completed store costs no more than in vLLM's LRU manager, an offer or a load a third.
 
-    A third is the aim. On a quiet machine offers of 2,048 chunks and most loads reach it; offers of 64 in pieces of 16
-    (0.41), and in pieces of 1 (0.42 to 0.51, where the calls themselves cost most), do not. The bounds hold what was
-    reached, with room for a noisy machine; the printed table has the figures.
+    Beside heavy load offers took 0.25 to 0.38, in pieces of 1 the most, loads of 2,048 chunks 0.13 to 0.18 and loads of
+    64, where what a request costs by itself counts, 0.28 to 0.49. The bounds leave room for a noisy machine; the
+    printed table has the figures.
     """
     results = table(100_000, 8)
     show(results)
@@ -188,7 +188,8 @@ def test_cheaper_than_vllms_own_manager() -> None:
         ratio = {op: ours / theirs for op, (ours, theirs) in by_op.items()}
         assert ratio["lookup"] <= 1.0 * NOISE, (n_chunks, size, ratio)
         assert ratio["load"] <= NOISE / 3, (n_chunks, size, ratio)
-        assert ratio["offer"] <= NOISE / (3 if size > 1 else 2), (n_chunks, size, ratio)
+        assert ratio["offer"] <= NOISE / 3, (n_chunks, size, ratio)
+        assert ratio["stored"] <= 1.0 * NOISE, (n_chunks, size, ratio)
 
 
 if __name__ == "__main__":

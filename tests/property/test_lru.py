@@ -523,6 +523,9 @@ def test_a_parent_finds_the_children_that_came_before_it() -> None:
     policy.hold(ChunkKey(b"c2"))
     policy.on_insert(request[1:2])
     assert names(policy) == ["x0"]
+    policy.on_remove(ChunkKey(b"c1"), evicted=False)
+    policy.on_insert([*request[1:2], *chain("y", 1)])
+    assert names(policy) == ["x0", "y0"]
 
 
 def test_keys_that_claim_to_be_their_own_ancestors() -> None:

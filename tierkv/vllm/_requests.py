@@ -122,18 +122,15 @@ class ChunkMaker:
         for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
             yield self._groups[suffix], run
 
-    def known(self, entries: Sequence[Entry], request: Request) -> Sequence[Chunk] | None:
-        """Chunks about to be loaded, made again where an entry, found by a scan, knows too little of its own.
-
-        None: every entry's own chunk says all there is to say.
-        """
+    def known(self, entries: Sequence[Entry], request: Request) -> tuple[Sequence[Chunk], bool]:
+        """Chunks about to be loaded; whether they were made again, since entries that a scan found know too little."""
         group = self._only
         chunks = [entry.chunk for entry in entries]
         if group is None or not chunks or not chunks[0].end_token or _n_heads(chunks) > (chunks[0].parent is None):
-            return self.make([chunk.key for chunk in chunks], request)
+            return self.make([chunk.key for chunk in chunks], request), True
         if not group.sliding:
             request.tails[group.group_id] = (chunks[-1].end_token, chunks[-1].key)
-        return None
+        return chunks, False
 
     def one(self, key: ChunkKey, request: Request, parent: ChunkKey | None) -> Chunk:
         """A chunk that a lookup has found below."""

@@ -103,10 +103,11 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         assert not [entry for entry in entries if entry is None or entry.state is not READY], (
             "vLLM loads this step's hits only"
         )
-        page = self._page()
+        page = self._joined or self._join()
         request = self._request(req_context)
         spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
-        self._used(entries, self._maker.known(entries, request), request)
+        chunks, learned = self._maker.known(entries, request)
+        self._used(entries, chunks, request, learned=learned)
         self._count_hits(keys, request)
         self._leases.end(request)
         return spec
@@ -115,22 +116,21 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Every rank has its copy. Late ends, of loads from before a reset, are ignored."""
         self._jobs.close_load(keys)
 
-    def _used(self, entries: Sequence[Entry], chunks: Sequence[Chunk] | None, request: Request) -> None:
+    def _used(self, entries: Sequence[Entry], told: Sequence[Chunk], request: Request, *, learned: bool) -> None:
         """Report the request's use of these to the orders of all levels, each chunk once a request.
 
-        ``chunks`` may say more than their entries know; None: they do not.
+        What is ``told`` are the entries' own chunks, unless somebody has ``learned`` more of them.
         """
-        told = [entry.chunk for entry in entries] if chunks is None else chunks
         reached = request.accessed_to
         if reached:
             new = [chunk.end_token > reached.get(chunk.group, 0) for chunk in told]
             entries, told = list(compress(entries, new)), list(compress(told, new))
         if not entries:
             return
-        if chunks is None:
-            self._primary.touch(entries)
-        else:
+        if learned:
             self._primary.access(zip(entries, told, strict=True))
+        else:
+            self._primary.touch(entries)
         for level in self.hierarchy.levels[1:]:
             get = level.ledger.get
             below = [(entry, chunk) for chunk in told if (entry := get(chunk.key)) is not None]
@@ -188,7 +188,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             # What a rule did not admit is offered by the next request again, and its rule counts what lies behind it.
             self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
         if offer.present:
-            self._used([entry for entry in offer.present if entry.state is READY], None, request)
+            ready = [entry for entry in offer.present if entry.state is READY]
+            self._used(ready, [entry.chunk for entry in ready], request, learned=False)
         return offer.reserved
 
     def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
