@@ -7,6 +7,7 @@ import copy
 import os
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -298,3 +299,14 @@ def test_a_report_reads_like_a_sentence() -> None:
     """For whoever prints it."""
     assert str(Report(("order", "memory"), ("Expiring",))) == "passed: order, memory; skipped: Expiring"
     assert str(Report(("order",))) == "passed: order"
+
+
+async def test_an_error_that_is_raised_for_ever_keeps_no_frames() -> None:
+    """One instance is raised at every call that a fault strikes: it must not remember all who have seen it."""
+    tier = FaultTier(MemoryTier(), Fault("delete", Does.RAISE))
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(OSError, match="planted") as raised:
+            await tier.delete([])
+        lengths.add(len(list(traceback.walk_tb(raised.value.__traceback__))))
+    assert len(lengths) == 1
