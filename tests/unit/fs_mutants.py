@@ -54,23 +54,23 @@ MUTANTS = [
     ),
     Mutant(
         "key unchecked",
-        "_fs_io.py",
-        "if header.chunk.key != key or header.namespace_digest != self._digest:",
-        "if header.namespace_digest != self._digest:",
+        "_fs_format.py",
+        "if header.chunk.key != key or header.namespace_digest != digest:",
+        "if header.namespace_digest != digest:",
         "unit/test_fs_hostile.py property/test_fs_machine.py",
     ),
     Mutant(
         "namespace unchecked",
-        "_fs_io.py",
-        "header.chunk.key != key or header.namespace_digest != self._digest:",
+        "_fs_format.py",
+        "header.chunk.key != key or header.namespace_digest != digest:",
         "header.chunk.key != key:",
         "unit/test_fs_hostile.py",
     ),
     Mutant(
         "length unchecked",
-        "_fs_io.py",
-        "        if padded_nbytes(header.chunk.nbytes) != payload_nbytes:\n            raise",
-        "        if False:\n            raise",
+        "_fs_format.py",
+        "    if charge_nbytes(header.chunk.nbytes) != file_nbytes:\n        raise",
+        "    if False:\n        raise",
         "unit/test_fs_hostile.py",
     ),
     Mutant(
@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "rewriting counts twice",
         "_fs_books.py",
-        "            self._writing_nbytes -= nbytes\n            self._drop(key)\n",
-        "            self._writing_nbytes -= nbytes\n",
+        "            replaced = self._drop(key)\n            self._writing_nbytes",
+        "            replaced = None\n            self._writing_nbytes",
         "unit/test_fs_tier.py property/test_fs_machine.py",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "corrupt foreign chunk offered again",
         "_fs_lookup.py",
-        "if self._shunned.get((key, owner)) != identity_of(found):",
+        "if self._shunned.get((key, owner)) != found.identity:",
         "if True:",
         "unit/test_fs_sharing.py",
     ),
@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "old file of an adopted chunk kept",
         "_fs_ops.py",
-        "        if held is not None and held.slot != slot:",
-        "        if False:",
+        "            elsewhere = (old.slot, old.at) != (slot, at)",
+        "            elsewhere = False",
         "unit/test_fs_sharing.py",
     ),
     Mutant(
@@ -279,14 +279,14 @@ MUTANTS = [
     Mutant(
         "probe leaves broken files uncounted",
         "_fs_lookup.py",
-        "                self._forget(key, owner, what)",
+        "                self._forget(key, owner, held, found.damage)",
         "                pass",
         "unit/test_fs_hostile.py property/test_fs_machine.py",
     ),
     Mutant(
         "probe believes a changed length",
         "_fs_lookup.py",
-        "if held is not None and held.nbytes == found.st_size:",
+        "if held is not None and held.nbytes == found.nbytes:",
         "if held is not None:",
         "unit/test_fs_hostile.py",
     ),
@@ -328,8 +328,8 @@ MUTANTS = [
     Mutant(
         "other namespaces never leave for room",
         "_fs_ops.py",
-        "        while not self._books.start_write(nbytes):",
-        "        if not self._books.start_write(nbytes):",
+        "            if not self.make_room():\n                return Reason.FULL\n",
+        "            return Reason.FULL\n",
         "unit/test_fs_scan.py",
     ),
     Mutant(
@@ -342,8 +342,8 @@ MUTANTS = [
     Mutant(
         "corrupt file stays charged",
         "_fs_ops.py",
-        "            if removed:\n                self._books.drop(key, owner)",
-        "            if removed:\n                pass",
+        "            if removed and held is not None:\n                self._books.drop(key, owner, held)",
+        "            if removed and held is not None:\n                pass",
         "unit/test_fs_hostile.py",
     ),
     Mutant(
@@ -359,6 +359,106 @@ MUTANTS = [
         "self._adopt_orphans and parsed.owner not in self._known",
         "False",
         "unit/test_fs_scan.py",
+    ),
+    Mutant(
+        "slab: a row before its slot is whole",
+        "_fs_batch.py",
+        "            self._slab_io.write(slab, slots, chunks, scratch)\n"
+        "            errors = self._slab_io.commit(slab, slots, chunks)\n",
+        "            errors = self._slab_io.commit(slab, slots, chunks)\n"
+        "            self._slab_io.write(slab, slots, chunks, scratch)\n",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: a deletion leaves the row",
+        "_fs_slab.py",
+        "            self.catalogue.clear(self._places[slot])\n            self._places[slot] = _NO_ROW\n",
+        "            self._places[slot] = _NO_ROW\n",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: key of a slot unchecked",
+        "_fs_format.py",
+        "        and page[_FIXED.size : _FIXED.size + n_key] == key\n",
+        "",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: payload checksum unread in a run",
+        "_fs_slab_io.py",
+        "if not hmac.compare_digest(self._sums.of(payload), payload_sum):",
+        "if False:",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: grows over the capacity",
+        "_fs_books.py",
+        "n_slots = max(0, min(n_slots, (self.limit_nbytes - self.used_nbytes) // slot_nbytes))",
+        "n_slots = max(0, n_slots)",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: a smaller share gives nothing back",
+        "_fs_mount.py",
+        "            self._slabs.give_back(excess)",
+        "            pass",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: holes pass for idle slots after a kill",
+        "_fs_slab.py",
+        "            whole = found.st_blocks * 512 >= self.n_slots * self.slot_nbytes\n",
+        "            whole = True\n",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: min_free ignored by growth",
+        "_fs_slabs.py",
+        "allowed = min(n, self._spare_nbytes() // self._slot_nbytes)",
+        "allowed = n",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: a failed write loses its slot",
+        "_fs_slabs.py",
+        "        self._books.abort_write(slab.slot_nbytes)\n        slab.release(slot)\n",
+        "        self._books.abort_write(slab.slot_nbytes)\n",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: old bytes in the padding",
+        "_fs_slab_io.py",
+        "                zero(scratch.tails[i], tail_nbytes)\n",
+        "",
+        "unit/test_fs_tier.py unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: the earlier copy of a rewritten key stays",
+        "_fs_store.py",
+        "            return self._slabs.free(berth, key, keep_slot=keep_slot)\n",
+        "            return True\n",
+        "unit/test_fs_slab.py unit/test_fs_tier.py",
+    ),
+    Mutant(
+        "slab: a stale reader calls it corrupt",
+        "_fs_store.py",
+        "            if again is None or again.identity != berth.identity:",
+        "            if False:",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: rows of the dead before their slots are synced",
+        "_fs_slab_io.py",
+        "        if self._durable:\n            slab.sync()\n",
+        "",
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
+        "slab: an unread row is never renewed",
+        "_fs_slab.py",
+        "                self.catalogue.put_at(place, key, slot)\n                self._used",
+        "                self._used",
+        "unit/test_fs_slab.py",
     ),
 ]
 

@@ -212,9 +212,11 @@ async def test_a_flipped_bit_is_a_miss_and_heals(root: Path, at: int, restart: b
         assert await fetch(tier, *(chunk_of(i) for i in range(3))) == [OK] * 3
 
 
-async def test_two_swapped_slots_are_two_misses(root: Path) -> None:
-    """Each holds a whole chunk, and not the one that its row names."""
-    async with opened(root) as tier:
+@pytest.mark.parametrize("n_threads", [1, 2])
+async def test_two_swapped_slots_are_two_misses(root: Path, n_threads: int) -> None:
+    """Each holds a whole chunk, and not the one that its row names; read in one call and each by itself."""
+    async with opened(root, n_read_threads=n_threads) as tier:
+        tier._n_cores = 2
         await store(tier, chunk_of(1), chunk_of(2))
         one, two = (path_of(root, key_of(i), tier) for i in (1, 2))
         data = one.read_bytes(), two.read_bytes()
@@ -366,6 +368,20 @@ async def test_a_smaller_share_gives_space_back_to_the_file_system(root: Path) -
         assert len(await first_batches(tier)) == len(left) + 12
         assert recount(root) <= total
         _mount(tier).books.check()
+
+
+async def test_idle_slots_are_a_newcomers(root: Path) -> None:
+    """An owner that took more blocks than it has chunks for gives them back when another one comes."""
+    total = capacity_for(20)
+    async with opened(root, capacity=total) as old:
+        await store(old, *(chunk_of(i) for i in range(4)))
+        assert slab_of(old).n_slots == 20
+        async with opened(root, capacity=total) as new:
+            for tier in (old, new, old, new):
+                _mount(tier).beat()
+            await store(new, *(chunk_of(100 + i) for i in range(8)))
+            assert recount(root) <= total
+            assert await fetch(old, *(chunk_of(i) for i in range(4))) == [OK] * 4
 
 
 async def test_holes_are_remembered_over_a_kill(root: Path) -> None:

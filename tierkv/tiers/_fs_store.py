@@ -70,9 +70,9 @@ class Store:
         """Remove an owner's chunk; False if it was gone. With ``identity`` only that very one. Raises OSError."""
         berth = self._slabs.find(key, owner, held)
         if berth is not None:
-            return (identity is None or berth.identity == identity) and self._slabs.free(
-                berth, key, keep_slot=keep_slot
-            )
+            if identity is not None and berth.identity != identity:
+                return False
+            return self._slabs.free(berth, key, keep_slot=keep_slot)
         if held is not None and held.at is not None:
             return False
         return self._files.remove(key, owner, identity=identity)
