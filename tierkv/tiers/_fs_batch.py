@@ -14,7 +14,7 @@ from tierkv.tiers._fs_memory import Scratch, ScratchRing
 from tierkv.tiers._fs_ops import Operations, as_bytes
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_slab import Slab
-from tierkv.tiers._fs_slab_io import SlabIO, run_length
+from tierkv.tiers._fs_slab_io import SlabIO
 from tierkv.tiers._fs_slabs import Slabs
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
@@ -70,7 +70,7 @@ class Batches:
         run: list[int] = [place.item for place in places[:1]]
         for before, place in pairwise(places):
             is_next = place[:2] == before[:2] and place.at == before.at + 1
-            if not is_next or len(run) >= min(most, run_length(place.nbytes)):
+            if not is_next or len(run) >= min(most, self._slab_io.run_length(place.nbytes)):
                 runs.append(run)
                 run = []
             run.append(place.item)
@@ -80,7 +80,7 @@ class Batches:
         """Neighbours in the batch together, if they go into slots: then they can lie side by side."""
         length = 1
         if self._slot_nbytes is not None and not in_order:
-            length = max(1, min(run_length(self._slot_nbytes), -(-len(items) // n_workers)))
+            length = max(1, min(self._slab_io.run_length(self._slot_nbytes), -(-len(items) // n_workers)))
         return [range(at, min(at + length, len(items))) for at in range(0, len(items), length)]
 
     def read(self, items: Reads, outcomes: Outcomes, runs: Runs, indices: Iterator[int]) -> None:

@@ -26,32 +26,33 @@ from tierkv.tiers._fs_memory import Scratch, zero
 from tierkv.tiers._fs_slab import Berth, Slab
 from tierkv.types import Chunk, ChunkKey
 
-RUN_NBYTES: Final = 512 * 1024
-"""Slots of one call, if they are small: a checksum that follows finds its bytes still in the core's cache."""
+RUN_NBYTES: Final = 2 << 20
+"""Slots of one call, if they are small: a disk likes long calls."""
+RUN_IN_MEMORY_NBYTES: Final = 512 << 10
+"""As much as a core's cache holds: a checksum that follows finds its bytes still there."""
 MOST_IN_RUN: Final = 16
 PIECE_NBYTES: Final = 512 * 1024
-
-
-def run_length(slot_nbytes: int) -> int:
-    """Most slots of one call."""
-    return max(1, min(MOST_IN_RUN, RUN_NBYTES // slot_nbytes))
 
 
 class SlabIO:
     """Packs, checks and moves. Who may use which slot is the caller's affair.
 
     Args:
-        in_pieces: the root lies in memory: a long chunk is read as fast in pieces, and summed up faster. On a disk one
-            long call is faster.
+        in_memory: the root lies there: what is read in pieces is read as fast, and summed up faster. On a disk long
+            calls are faster.
 
     Concurrency: any thread, on different slots.
     """
 
-    def __init__(self, digest: bytes, *, durable: bool, in_pieces: bool = False, sums: Sums = PLAIN) -> None:
-        self._in_pieces = in_pieces
+    def __init__(self, digest: bytes, *, durable: bool, in_memory: bool = False, sums: Sums = PLAIN) -> None:
+        self._in_memory = in_memory
         self._digest = digest
         self._sums = sums
         self._durable = durable
+
+    def run_length(self, slot_nbytes: int) -> int:
+        """Most slots of one call."""
+        return max(1, min(MOST_IN_RUN, (RUN_IN_MEMORY_NBYTES if self._in_memory else RUN_NBYTES) // slot_nbytes))
 
     def write(self, slab: Slab, slots: range, items: Sequence[tuple[Chunk, memoryview]], scratch: Scratch) -> None:
         """Fill ``slots`` with as many chunks. Nobody can find them before they are committed. Raises OSError."""
@@ -101,7 +102,7 @@ class SlabIO:
             OSError: it could not be read now.
         """
         slab = berth.slab
-        if self._in_pieces and len(buffer) >= slab.slot_nbytes - HEADER_NBYTES > 2 * PIECE_NBYTES:
+        if self._in_memory and len(buffer) >= slab.slot_nbytes - HEADER_NBYTES > 2 * PIECE_NBYTES:
             self._read_pieces(berth, key, buffer, scratch)
             return
         payload_nbytes = min(slab.slot_nbytes - HEADER_NBYTES, padded_nbytes(len(buffer)))
