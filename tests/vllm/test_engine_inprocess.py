@@ -20,6 +20,7 @@ from tests.vllm import faults
 from tests.vllm.engine import Outcome, Prompt, engine, offloading, prompts, run_once
 from tests.vllm.model import QWEN3, ModelSpec, make_model
 from tierkv.device import Direction
+from tierkv.vllm import _compat
 
 PRIMARY_NBYTES = 16 << 20
 PROMPTS = prompts()
@@ -131,11 +132,12 @@ def test_chunk_sizes_through_both_tiers(models, tmp_path, chunk, per_prompt):
     config = tiered(tmp_path, **chunk)
     first = run_once(models(), PROMPTS, config, n_rounds=2)
     assert_served(first, baseline(models()), per_prompt)
-    assert cached_from(first, "host") == 8 * (per_prompt - 96)
     again = run_once(models(), PROMPTS, config)
     assert_served(again, baseline(models()), per_prompt)
-    assert cached_from(again, "disk") > 0
-    assert cached_from(again, "host") == 0
+    if _compat.CacheHitSource is not None:  # before 0.32 vLLM does not say where from
+        assert cached_from(first, "host") == 8 * (per_prompt - 96)
+        assert cached_from(again, "disk") > 0
+        assert cached_from(again, "host") == 0
 
 
 class TestControls:
