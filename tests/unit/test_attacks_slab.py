@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,9 @@ from tests.fs_kit import (
     using,
     write,
 )
-from tierkv.tiers import _fs_dirs
+from tierkv.tiers import _fs_dirs, _fs_holes, _fs_slab
 from tierkv.tiers._fs_slab_files import SlabFiles
-from tierkv.types import Status
+from tierkv.types import Reason, Status
 
 OK, MISSING = Status.OK, Status.MISSING
 
@@ -151,3 +152,51 @@ async def test_durability_power_syncs_every_directory_on_the_way(root: Path, mon
         await store(tier, chunk_of(0))
     namespace = only(root, "slab").parent if list(root.rglob("*.slab")) else root
     assert {path.stat().st_ino for path in (namespace, root / "kv", root)} <= set(synced)
+
+
+async def test_a_slab_made_as_long_as_the_file_system_allows(root: Path) -> None:
+    """By somebody, without a block in it: no memory for slots that nobody has, and all of the capacity can be used."""
+    async with opened(root, n_chunks=40) as tier:
+        await store(tier, *(chunk_of(i) for i in range(4)))
+    os.truncate(only(root, "slab"), 1 << 43)
+    async with opened(root, n_chunks=40) as tier:
+        assert await fetch(tier, *(chunk_of(i) for i in range(4))) == [OK] * 4
+        (slab,) = _mount(tier)._slabs._all_held()
+        assert slab.n_slots < 1000 and only(root, "slab").stat().st_size < 1000 * CHARGE
+        await store(tier, *(chunk_of(i) for i in range(4, 39)))
+        assert await fetch(tier, *(chunk_of(i) for i in range(39))) == [OK] * 39
+
+
+async def test_what_a_trial_of_the_file_system_left_is_tidied(root: Path) -> None:
+    """Killed in the middle of it; also if somebody has put a slab of slots without length beside it."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        slab = only(root, "slab")
+        kill(tier)
+    owner = slab.name.partition(".")[0]
+    for name in (f"{owner}.0000.slab.part", f"{owner}.0000.slab", f"{owner}.0000.slots"):
+        slab.with_name(name).write_bytes(bytes(2 * PAGE))
+    async with opened(root, layout="files") as tier:  # which tries nothing of the kind itself
+        assert await fetch(tier, chunk_of(1)) == [OK]
+        assert not _mount(tier).books.is_scanning
+        await store(tier, chunk_of(2))
+    assert not list(root.rglob("*.part"))
+
+
+async def test_a_quota_smaller_than_a_step(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows by ENOSPC alone, not by what is free: the slab grows by as much as there is."""
+    real, left = _fs_holes.allocate, [6 * CHARGE]
+
+    def allocate(fd: int, start: int, nbytes: int) -> None:
+        if nbytes > left[0]:
+            raise OSError(errno.EDQUOT, "quota")
+        left[0] -= nbytes
+        real(fd, start, nbytes)
+
+    monkeypatch.setattr(_fs_slab, "allocate", allocate)
+    async with opened(root, n_chunks=40) as tier:
+        outcomes = [(await write(tier, chunk_of(i)))[0] for i in range(7)]
+        assert [outcome.ok for outcome in outcomes] == [True] * 6 + [False]
+        assert outcomes[6].reason is Reason.NO_SPACE
+        await tier.delete([key_of(0)])
+        await store(tier, chunk_of(6))

@@ -135,7 +135,7 @@ class Slab:
             yield rows
         with self._lock:
             found = os.fstat(self._buffered.fd)
-            if found.st_size % self.slot_nbytes:
+            if found.st_size != self.n_slots * self.slot_nbytes:
                 os.ftruncate(self._buffered.fd, self.n_slots * self.slot_nbytes)
             whole = found.st_blocks * 512 >= self.n_slots * self.slot_nbytes
             for slot, n in self._runs(_UNKNOWN):
@@ -146,8 +146,11 @@ class Slab:
             self.is_loaded = True
 
     def _measure(self) -> None:
-        """As many slots as the file has now; it may have been another process's since it was opened."""
-        n_slots = os.fstat(self._buffered.fd).st_size // self.slot_nbytes
+        """As many slots as the file has now; it may have been another process's since it was opened.
+
+        Never more than its catalogue has rows for: somebody may have made the file as long as he likes.
+        """
+        n_slots = min(os.fstat(self._buffered.fd).st_size // self.slot_nbytes, self.catalogue.n_slots)
         del self._states[n_slots:], self._places[n_slots:], self._used[n_slots:]
         self._states += bytes([_UNKNOWN]) * (n_slots - self.n_slots)
         self._places.extend([_NO_ROW] * (n_slots - len(self._places)))

@@ -17,6 +17,7 @@ from typing import Final
 
 from tierkv.tiers._fs_books import Books, Held
 from tierkv.tiers._fs_catalogue import BadCatalogueError, Row, catalogue_nbytes
+from tierkv.tiers._fs_io import NO_SPACE
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_slab import Berth, Slab
 from tierkv.tiers._fs_slab_files import SlabFiles
@@ -73,7 +74,7 @@ class Slabs:
             for slot_nbytes, slab in list(slabs.items()):
                 if not slab.is_linked:
                     del slabs[slot_nbytes]
-                    if self._is_held(owner):
+                    if self._is_held(owner) and slab.is_loaded:  # else a scan may be mending it
                         self._lose(slab)
         for owner, slot_nbytes in there:
             if slot_nbytes not in self._slabs.get(owner, ()):
@@ -114,6 +115,8 @@ class Slabs:
             if its_owner != owner:
                 continue
             self._files.tidy(owner, slot_nbytes)
+            if not slot_nbytes:
+                continue  # a file system was tried, no more
             slab = self._slabs.get(owner, {}).get(slot_nbytes)
             if slab is None or not (slab.is_loaded or slab.is_linked):
                 slab = self._open_or_mend(owner, slot_nbytes)
@@ -274,9 +277,9 @@ class Slabs:
                 raise OSError(errno.ENOSPC, "no room but what is left to others")
             for slab in self._all_held():
                 if self._is_written(slab) and slab.is_loaded and not given:
-                    given = slab.grow(allowed)
+                    given = _grown(slab, allowed)
             if not given and allowed > 0:
-                given = self._own().grow(allowed)
+                given = _grown(self._own(), allowed)
         finally:
             self._books.add_idle((given - n) * self._slot_nbytes)
         return given > 0
@@ -361,6 +364,17 @@ class Slabs:
                 self._tally.add("vanished")
         self._files.remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody
         self._uncount(slab)
+
+
+def _grown(slab: Slab, n: int) -> int:
+    """As :meth:`Slab.grow`, by less where the file system has no room for ``n``: a quota shows in no other way."""
+    while True:
+        try:
+            return slab.grow(n)
+        except OSError as error:
+            if error.errno not in NO_SPACE or n <= 1:
+                raise
+            n = max(1, n // 4)
 
 
 def _is_no_use(error: BadCatalogueError | OSError) -> bool:
