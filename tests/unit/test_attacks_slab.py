@@ -16,6 +16,7 @@ from tests.fs_kit import (
     _mount,
     capacity_for,
     chunk_of,
+    context,
     fetch,
     files_under,
     first_batches,
@@ -29,8 +30,10 @@ from tests.fs_kit import (
     write,
 )
 from tierkv.tiers import _fs_dirs, _fs_holes, _fs_slab
+from tierkv.tiers._fs_catalogue import BadCatalogueError, Catalogue
 from tierkv.tiers._fs_slab_files import SlabFiles
-from tierkv.types import Reason, Status
+from tierkv.tiers.fs import FSTier
+from tierkv.types import ChunkKey, Reason, Status
 
 OK, MISSING = Status.OK, Status.MISSING
 
@@ -200,3 +203,32 @@ async def test_a_quota_smaller_than_a_step(root: Path, monkeypatch: pytest.Monke
         assert outcomes[6].reason is Reason.NO_SPACE
         await tier.delete([key_of(0)])
         await store(tier, chunk_of(6))
+
+
+async def test_a_kill_while_a_catalogue_is_written_anew_loses_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second accident on top of a lost catalogue: the next start finds every chunk all the same."""
+    async with opened(root) as tier:
+        await store(tier, *(chunk_of(i) for i in range(5)))
+    only(root, "slots").unlink()
+    real, n = Catalogue.put, 0
+
+    def put(self: Catalogue, key: ChunkKey, slot: int, used_s: float | None = None) -> int:
+        nonlocal n
+        n += 1
+        if n == 3:
+            monkeypatch.setattr("tierkv.tiers._fs_slab_files.unlink_quietly", lambda *_: True)  # killed: no cleaning up
+            raise BadCatalogueError("killed")
+        return real(self, key, slot, used_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Catalogue, "put", put)
+        tier = FSTier(root, capacity=capacity_for(20), min_free=0)
+        await tier.open(context())
+        await scanned(tier)
+        kill(tier)
+    monkeypatch.undo()
+    assert n >= 3
+    async with opened(root) as tier:
+        assert await fetch(tier, *(chunk_of(i) for i in range(5))) == [OK] * 5

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from tierkv.tiers._fs_catalogue import Catalogue, Row
 from tierkv.tiers._fs_dirs import sync_upwards
-from tierkv.tiers._fs_format import BadHeaderError, Header, Sums, unpack_header
+from tierkv.tiers._fs_format import HEADER_NBYTES, BadHeaderError, Header, Sums, unpack_header
 from tierkv.tiers._fs_holes import allocate, punch
 from tierkv.tiers._fs_io import TOUCH_AFTER_S, Identity, Tally
 from tierkv.types import ChunkKey
@@ -55,6 +55,14 @@ def open_regular(name: str, dir_fd: int, *, direct: bool = False) -> Descriptor:
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         raise OSError(errno.ELOOP, "not a regular file")
     return file
+
+
+def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
+    """What a slot says about itself, whether it has a row or not; None if nothing that can be read. Raises OSError."""
+    page = os.pread(fd, HEADER_NBYTES, offset)
+    with contextlib.suppress(BadHeaderError):
+        return unpack_header(memoryview(page), sums=sums) if len(page) == HEADER_NBYTES else None
+    return None
 
 
 class Slab:
@@ -167,13 +175,6 @@ class Slab:
                 return True
         self.catalogue.clear(row.place)
         return False
-
-    def header(self, slot: int, sums: Sums) -> Header | None:
-        """What a slot says about itself, whether it has a row or not; None if nothing that can be read."""
-        page = os.pread(self._buffered.fd, 4096, slot * self.slot_nbytes)
-        with contextlib.suppress(BadHeaderError):
-            return unpack_header(memoryview(page), sums=sums) if len(page) == 4096 else None
-        return None
 
     # -- slots ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tierkv.tiers._fs_dirs import sync_upwards, unlink_quietly
 from tierkv.tiers._fs_format import PLAIN, Sums
 from tierkv.tiers._fs_holes import UNSUPPORTED, allocate, punch
 from tierkv.tiers._fs_io import Tally
-from tierkv.tiers._fs_slab import SAFE, Slab, open_regular
+from tierkv.tiers._fs_slab import SAFE, Slab, header_at, open_regular
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -77,22 +77,20 @@ class SlabFiles:
             os.close(fd)
 
     def mend(self, owner: str, slot_nbytes: int, n_slots: int) -> Slab:
-        """Write the catalogue of a slab anew, by what its slots say of themselves.
+        """Write the catalogue of a slab anew, by what its slots say of themselves: all of it or none.
 
         Raises OSError: the slab itself is no use either.
         """
         slab = open_regular(slab_name(owner, slot_nbytes, SLAB), self.dir_fd)
         n_there = os.fstat(slab.fd).st_size // slot_nbytes
-        self._write_catalogue(owner, slot_nbytes, max(1, n_slots, n_there), ())
-        opened = self.open(owner, slot_nbytes)
-        n_found = 0
-        for slot in range(opened.n_slots):
-            header = opened.header(slot, self.sums)
+        rows: list[tuple[ChunkKey, int, float]] = []
+        for slot in range(n_there):
+            header = header_at(slab.fd, slot * slot_nbytes, self.sums)
             if header is not None and header.namespace_digest == self.digest:
-                opened.catalogue.put(header.chunk.key, slot, 0.0)
-                n_found += 1
-        _log.warning("slab of owner %s: its catalogue was lost and written anew with %d chunks", owner, n_found)
-        return opened
+                rows.append((header.chunk.key, slot, 0.0))
+        self._write_catalogue(owner, slot_nbytes, max(1, n_slots, n_there), rows)
+        _log.warning("slab of owner %s: its catalogue was lost and written anew with %d chunks", owner, len(rows))
+        return self.open(owner, slot_nbytes)
 
     def resize(self, slab: Slab, n_slots: int) -> Slab:
         """The same slab with a catalogue for ``n_slots``; ``slab`` is of no use any more. Raises OSError."""
