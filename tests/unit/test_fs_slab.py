@@ -616,8 +616,9 @@ def test_names_go_both_ways() -> None:
         assert parse_slab_name(bad) is None
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("n", [1, 21, 22, 1000])
-def test_a_catalogue_finds_every_key_of_as_many_slots(tmp_path: Path, n: int) -> None:
+def test_a_catalogue_finds_every_key_of_as_many_slots(tmp_path: Path, n: int, at_once: bool) -> None:
     """Until it is full, however its buckets overflow; also after half of them were replaced."""
     path = tmp_path / "slots"
     path.write_bytes(head_of(CHARGE, catalogue_nbytes(n) // PAGE - 1, bytes(16)).ljust(catalogue_nbytes(n), b"\0"))
@@ -625,7 +626,12 @@ def test_a_catalogue_finds_every_key_of_as_many_slots(tmp_path: Path, n: int) ->
     try:
         catalogue = Catalogue(fd, CHARGE, bytes(16))
         assert n <= catalogue.n_slots
-        places = {i: catalogue.put(key_of(i), i) for i in range(n)}
+        if at_once:
+            catalogue.put_all((key_of(i), i, 1_790_000_000.0 + i) for i in range(n))
+            assert catalogue.find(key_of(0)).used_s == pytest.approx(1_790_000_000.0)  # type: ignore[union-attr]
+            places = {row.slot: row.place for piece in catalogue.rows() for row in piece}
+        else:
+            places = {i: catalogue.put(key_of(i), i) for i in range(n)}
         found = [catalogue.find(key_of(i)) for i in range(n)]
         assert [row and row.slot for row in found] == list(range(n))
         for i in range(0, n, 2):

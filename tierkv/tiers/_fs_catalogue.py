@@ -25,7 +25,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 from tierkv.tiers._fs_format import MAX_KEY_NBYTES, PAGE_NBYTES, VERSION, padded_nbytes
@@ -51,6 +51,7 @@ _MAGIC: Final = b"tierkv-slots\r\n\0\0"
 _HEAD = struct.Struct("<16sH6xQQQ16s")
 _EARLIER_S: Final = 100_000_000
 """The base lies three years before the catalogue was made: what it takes over may be older than itself."""
+_STEP_NBYTES: Final = 64 << 20
 _PIECE: Final = 256
 """Buckets that are read at once."""
 
@@ -160,22 +161,26 @@ class Catalogue:
 
         Raises OSError: there is no row.
         """
-        first = self._bucket(key) * ROWS_A_BUCKET
-        place = self._taken.find(0, first)
-        if place < 0:
-            place = self._taken.find(0)
-        if place < 0:  # somebody made the slab longer than we would
-            raise OSError(errno.ENOSPC, "more rows than the catalogue has places for")
+        place = self._place_for(key)
         self.put_at(place, key, slot, used_s)
         self._taken[place] = 1
         return place
 
+    def put_all(self, rows: Iterable[tuple[ChunkKey, int, float]]) -> None:
+        """Write all rows (key, slot, Unix seconds) of a catalogue that has none yet, at once. Raises OSError."""
+        image = bytearray(self.nbytes - PAGE_NBYTES)
+        for key, slot, used_s in rows:
+            place = self._place_for(key)
+            image[place * ROW_NBYTES : (place + 1) * ROW_NBYTES] = self._row(key, slot, used_s)
+            self._taken[place] = 1
+        for at in range(0, len(image), _STEP_NBYTES):
+            piece = image[at : at + _STEP_NBYTES]
+            if os.pwrite(self._fd, piece, PAGE_NBYTES + at) != len(piece):
+                raise OSError(errno.ENOSPC, "the write ended short")
+
     def put_at(self, place: int, key: ChunkKey, slot: int, used_s: float | None = None) -> None:
         """Write a row that is known to be the key's, or nobody's. Raises OSError."""
-        used_s = time.time() if used_s is None else used_s
-        tenths = min(max(0, int((used_s - self._base_s) * 10)), 0xFFFFFFFF)
-        data = _ROW.pack(0, slot, tenths, len(key), key)
-        self._pwrite(_sum(data[4:]) + data[4:], place)
+        self._pwrite(self._row(key, slot, time.time() if used_s is None else used_s), place)
 
     def clear(self, place: int) -> None:
         """Nobody's row any more. Raises OSError, and then it stands."""
@@ -199,6 +204,20 @@ class Catalogue:
                 elif tidy and data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
                     self.clear(place)
             yield piece
+
+    def _place_for(self, key: ChunkKey) -> int:
+        """A row that nobody has, as near behind the key's bucket as there is one. Raises OSError."""
+        place = self._taken.find(0, self._bucket(key) * ROWS_A_BUCKET)
+        if place < 0:
+            place = self._taken.find(0)
+        if place < 0:  # somebody made the slab longer than we would
+            raise OSError(errno.ENOSPC, "more rows than the catalogue has places for")
+        return place
+
+    def _row(self, key: ChunkKey, slot: int, used_s: float) -> bytes:
+        tenths = min(max(0, int((used_s - self._base_s) * 10)), 0xFFFFFFFF)
+        data = _ROW.pack(0, slot, tenths, len(key), key)
+        return _sum(data[4:]) + data[4:]
 
     def _bucket(self, key: ChunkKey) -> int:
         return zlib.crc32(key) % self.n_buckets

@@ -144,8 +144,7 @@ class SlabFiles:
             allocate(fd, 0, catalogue_nbytes(n_slots))
             os.pwrite(fd, head_of(slot_nbytes, n_buckets_for(n_slots), self.digest), 0)
             catalogue = Catalogue(fd, slot_nbytes, self.digest)
-            for key, slot, used_s in rows:
-                catalogue.put(key, slot, used_s)
+            catalogue.put_all(rows)
             if self.durable:
                 os.fsync(fd)
             os.rename(name + PART, name, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
