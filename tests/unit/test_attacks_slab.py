@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from tests.fs_kit import (
 )
 from tierkv.tiers import _fs_dirs, _fs_holes, _fs_slab
 from tierkv.tiers._fs_catalogue import BadCatalogueError, Catalogue
+from tierkv.tiers._fs_format import Header, Sums
 from tierkv.tiers._fs_slab_files import SlabFiles
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason, Status
@@ -230,5 +232,29 @@ async def test_a_kill_while_a_catalogue_is_written_anew_loses_nothing(
         kill(tier)
     monkeypatch.undo()
     assert n >= 3
+    async with opened(root) as tier:
+        assert await fetch(tier, *(chunk_of(i) for i in range(5))) == [OK] * 5
+
+
+async def test_closing_does_not_wait_for_a_lost_catalogue(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large slab's headers take minutes to read: a tier that closes ends with the next one, and nothing is lost."""
+    async with opened(root) as tier:
+        await store(tier, *(chunk_of(i) for i in range(5)))
+    only(root, "slots").unlink()
+    real, read, go_on = _fs_slab.header_at, [], threading.Event()
+
+    def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
+        read.append(offset)
+        go_on.wait(30)
+        return real(fd, offset, sums)
+
+    monkeypatch.setattr("tierkv.tiers._fs_slab_files.header_at", header_at)
+    tier = FSTier(root, capacity=capacity_for(20), min_free=0)
+    await tier.open(context())
+    closing = asyncio.create_task(tier.aclose())
+    assert await asyncio.to_thread(_mount(tier).scanner._stop.wait, 30)
+    go_on.set()
+    await closing
+    assert len(read) <= 1
     async with opened(root) as tier:
         assert await fetch(tier, *(chunk_of(i) for i in range(5))) == [OK] * 5

@@ -185,7 +185,7 @@ class Scanner:
         for owner in owners:
             if self._gate is not None and owner in self._slabs.owners():
                 self._gate(0, 1)
-            for slab, rows in self._slabs.load(owner):
+            for slab, rows in self._slabs.load(owner, self._stop.is_set):
                 if self._stop.is_set():
                     raise ScanStoppedError
                 for row in rows:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tierkv.tiers._fs_catalogue import (
@@ -76,15 +76,17 @@ class SlabFiles:
         finally:
             os.close(fd)
 
-    def mend(self, owner: str, slot_nbytes: int, n_slots: int) -> Slab:
+    def mend(self, owner: str, slot_nbytes: int, n_slots: int, stopped: Callable[[], bool]) -> Slab:
         """Write the catalogue of a slab anew, by what its slots say of themselves: all of it or none.
 
-        Raises OSError: the slab itself is no use either.
+        Raises OSError: the slab itself is no use either; ECANCELED once ``stopped``, as a large one takes minutes.
         """
         slab = open_regular(slab_name(owner, slot_nbytes, SLAB), self.dir_fd)
         n_there = os.fstat(slab.fd).st_size // slot_nbytes
         rows: list[tuple[ChunkKey, int, float]] = []
         for slot in range(n_there):
+            if stopped():
+                raise OSError(errno.ECANCELED, "the tier closes")
             header = header_at(slab.fd, slot * slot_nbytes, self.sums)
             if header is not None and header.namespace_digest == self.digest:
                 rows.append((header.chunk.key, slot, 0.0))

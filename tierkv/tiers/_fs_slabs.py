@@ -106,7 +106,7 @@ class Slabs:
             except (BadCatalogueError, OSError) as error:
                 _log.warning("slab of owner %s: its catalogue stays as large as it is: %s", slab.owner, str(error))
 
-    def load(self, owner: str) -> Iterator[tuple[Slab, list[Row]]]:
+    def load(self, owner: str, stopped: Callable[[], bool]) -> Iterator[tuple[Slab, list[Row]]]:
         """What lies in an owner's slabs, in pieces. What it occupies besides is charged, or ``besides_nbytes``, then.
 
         Raises OSError: try again.
@@ -119,7 +119,7 @@ class Slabs:
                 continue  # a file system was tried, no more
             slab = self._slabs.get(owner, {}).get(slot_nbytes)
             if slab is None or not (slab.is_loaded or slab.is_linked):
-                slab = self._open_or_mend(owner, slot_nbytes)
+                slab = self._open_or_mend(owner, slot_nbytes, stopped)
             if slab is not None:
                 known = slab.is_loaded
                 try:
@@ -326,7 +326,7 @@ class Slabs:
         self._books.add_fixed(-slab.catalogue_charge_nbytes)
         self._has_own_catalogue = self._has_own_catalogue and not self._is_own(slab)
 
-    def _open_or_mend(self, owner: str, slot_nbytes: int) -> Slab | None:
+    def _open_or_mend(self, owner: str, slot_nbytes: int, stopped: Callable[[], bool]) -> Slab | None:
         """None if it is of no use and was removed. Raises OSError: try again."""
         try:
             try:
@@ -334,7 +334,7 @@ class Slabs:
             except (BadCatalogueError, OSError) as error:
                 if not _is_no_use(error):
                     raise
-                slab = self._files.mend(owner, slot_nbytes, self._n_slots)
+                slab = self._files.mend(owner, slot_nbytes, self._n_slots, stopped)
         except (BadCatalogueError, OSError) as error:
             if not _is_no_use(error):
                 raise
