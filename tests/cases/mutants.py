@@ -41,8 +41,8 @@ GUARDED: Final = [
     (
         "a rewrite is charged beside what it replaces",
         BOOKS,
-        "            self._writing_nbytes -= nbytes\n            self._drop(key)\n",
-        "            self._writing_nbytes -= nbytes\n",
+        "            replaced = self._drop(key)\n            self._writing_nbytes",
+        "            replaced = self.get(key)\n            self._writing_nbytes",
         _hunt("eviction", "a03"),
     ),
     (
