@@ -120,7 +120,9 @@ class Tally:
         # Before the trim, for a moment, an open of a slab tries out the file system, and makes room for another
         # catalogue if its capacity is another than before: some pages that were not there.
         more_nbytes = sum(path.stat().st_size for path in root.rglob("*.s*.part")) if not said.opens else 0
-        assert recount(root) <= (capacity if said.opens else max(capacity, began_nbytes)) + more_nbytes
+        allowed_nbytes = (capacity if said.opens else max(capacity, began_nbytes)) + more_nbytes
+        sizes = [(path.name[-24:], path.stat().st_size, path.stat().st_blocks * 512) for path in files_under(root)]
+        assert recount(root) <= allowed_nbytes, (allowed_nbytes, said.opens, sizes)
         for path in files_under(root):
             self.n_index += ".index" in path.name
             parsed, slab = parse_file_name(path.name), parse_slab_name(path.name)

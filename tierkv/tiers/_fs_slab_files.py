@@ -120,7 +120,12 @@ class SlabFiles:
             unlink_quietly(slab_name(owner, slot_nbytes, kind) + PART, self.dir_fd)
 
     def refused(self, owner: str) -> OSError | None:
-        """Why this file system cannot hold slabs; None if it can, or if nothing could be tried."""
+        """Why this file system cannot hold slabs; None if it can, or if nothing could be tried.
+
+        Where there are slabs it is not tried again: on a full root the trial's pages would be over the capacity.
+        """
+        if self.listed():
+            return None
         name = f"{owner}.0000.{SLAB}{PART}"
         with contextlib.suppress(OSError):
             fd = os.open(name, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=self.dir_fd)
