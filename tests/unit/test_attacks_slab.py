@@ -85,6 +85,8 @@ async def test_a_catalogue_that_was_cut_before_its_owner_died(root: Path) -> Non
     """We had opened it while it was whole: the adoption ends all the same, with what the slots say of themselves."""
     async with opened(root, n_chunks=40) as dying, opened(root, n_chunks=40) as heir:
         mount = _mount(heir)
+        mount._stop.set()  # no heartbeats but ours
+        mount._keeper.join()
         mount.beat()
         _mount(dying).beat()
         await store(dying, *(chunk_of(i) for i in range(3)))

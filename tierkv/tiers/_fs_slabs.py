@@ -126,7 +126,7 @@ class Slabs:
                     for rows in slab.load():
                         yield slab, rows
                 except BadCatalogueError as error:  # cut since we opened it: the next try will mend it
-                    del self._slabs[owner][slot_nbytes]
+                    self._slabs.get(owner, {}).pop(slot_nbytes, None)
                     if known and self._is_held(owner):
                         self._uncount(slab)
                     raise OSError(errno.EIO, f"catalogue: {error}") from None
