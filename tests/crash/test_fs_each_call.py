@@ -3,7 +3,7 @@
 Storing, evicting, deleting, closing (the index is written), opening (the index is read, a fuller root is trimmed), and
 taking over what dead owners have left. Why a preloaded library and not ``strace -e inject=...:signal=KILL:when=N``:
 strace kills in front of a call, not behind it; its N counts each thread by itself, and the loading of Python, too; it
-can be told a file, but not a tree. It was used to make sure that the library misses no call.
+can be told a file, but not a tree.
 """
 
 from __future__ import annotations
