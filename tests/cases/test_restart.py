@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -35,12 +37,13 @@ async def _write_for_ever(_: Faults, root: str, first: str) -> None:
     said = os.open(f"{root}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(said, b"begun\n")
     async with cache_over(fs_tier(root, n_write_threads=1), n_chunks=20) as cache:
-        for n in range(int(first), int(first) + 10_000):
+        for n in itertools.count(int(first)):
             await keep(cache, [n, n])
             await cache.wait_idle(20)
             if cache._opened().hierarchy.levels[1].ledger.get(cache.chunks([n, n])[0].key):
                 os.write(said, b"%d\n" % n)
-    os.close(said)
+            else:
+                await asyncio.sleep(0.001)  # a newcomer has no share yet, and is told so at once
 
 
 def _said(root: Path) -> list[int]:

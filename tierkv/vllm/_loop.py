@@ -60,7 +60,8 @@ class Absorbed(NamedTuple):
     """Chunks that a tier has found, by scan or probe."""
 
     level: int
-    tier: Tier
+    tier: object
+    """Which one was asked: by then another may stand in its place."""
     found: Sequence[Found]
     asked: Sequence[ChunkKey] = ()
     """What a probe was about."""
@@ -257,7 +258,7 @@ class MoverLoop:
     async def _scan(self, index: int, tier: ScanTier) -> None:
         try:
             async for found in tier.scan():
-                self._found.append(Absorbed(index, tier, found))  # type: ignore[arg-type]
+                self._found.append(Absorbed(index, tier, found))
                 self._n_found += len(found)
                 while self._n_found > _MAX_FOUND:
                     self._room.clear()
