@@ -140,7 +140,7 @@ async def test_a33_a_reset_with_copies_under_way() -> None:
     """
     for waits in (False, True):
         lower = ThreadTier()
-        limits = LIMITS._replace(deadline_s=0.3) if waits else LIMITS
+        limits = LIMITS._replace(deadline_s=0.3, breaker_cooldown_s=30.0) if waits else LIMITS
         async with opened(cache_over(lower, n_slots=12, limits=limits)) as cache:
             await keep(cache, [1] * 4)
             await settle(cache)
