@@ -98,7 +98,7 @@ GUARDED: Final = [
         "an unreadable file is put away",
         OPS,
         '                self._tally.add("failed_reads")\n',
-        '                self._tally.add("failed_reads")\n                self._put_away(key, owner, None)\n',
+        '                self._tally.add("failed_reads")\n                self._put_away(key, owner, held, None)\n',
         _hunt("disk", "a46"),
     ),
     (
