@@ -230,7 +230,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Everything measured, side by side with vLLM's own, in 25 minutes on a quiet machine; and the page about it."""
+    """Everything measured, side by side with vLLM's own, in 25 minutes at most; and the page about it."""
     env = _with_vllm(session)
     if session.posargs:
         session.run("python", "-m", "tests.bench.run", *session.posargs, env=env)

@@ -12,25 +12,16 @@ from typing import Any
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.vllm.upstream import UpstreamTieringSpec
 from tierkv.device import CopyDone, DeviceLayout, DeviceTier, Direction, HostSlots, PageRef
 
 
-class PeerTieringSpec(TieringOffloadingSpec):
+class PeerTieringSpec(UpstreamTieringSpec):
     """vLLM's, but for the worker."""
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if self._worker is None:
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            self._worker = PeerWorker(kv_caches, self.blocks_per_chunk, region, self.kv_bytes_per_chunk)
-        return self._worker
+    def make_worker(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> OffloadingWorker:
+        return PeerWorker(kv_caches, self.blocks_per_chunk, region, self.kv_bytes_per_chunk)
 
 
 class PeerWorker(OffloadingWorker):

@@ -26,8 +26,11 @@ class UpstreamTieringSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = PlainWorker(kv_caches, self.blocks_per_chunk, region)
+            self._worker = self.make_worker(kv_caches, region)
         return self._worker
+
+    def make_worker(self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion) -> OffloadingWorker:
+        return PlainWorker(kv_caches, self.blocks_per_chunk, region)
 
 
 class PlainWorker(OffloadingWorker):
