@@ -32,6 +32,13 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "two listings of a directory share their place in it",
+        "_fs_dirs.py",
+        'fd = open_directory(".", dir_fd)\n    try:\n        with os.scandir(fd)',
+        "fd = os.dup(dir_fd)\n    try:\n        with os.scandir(fd)",
+        "unit/test_fs_dirs.py",
+    ),
+    Mutant(
         "payload checksum unread",
         "_fs_io.py",
         "if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Faults
 from tierkv.cli._demo import Demo
 from tierkv.cli._demo_plan import Plan, Stored, Turn, from_line, to_line
 from tierkv.cli._workload import Workload, content
@@ -68,6 +69,26 @@ def test_a_disk_too_small_for_it_all_is_never_exceeded(tmp_path: Path) -> None:
     assert 0 < sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()) <= 3 << 20
 
 
+def test_on_a_slow_disk_the_system_prompt_is_there_before_the_kill(tmp_path: Path) -> None:
+    """Several threads write, so the first chunks on disk need not be the first that were asked for."""
+    faults = Faults(tmp_path / "rules")
+    faults.add("write", path="/slow/", delay_s=0.05)
+    command = [
+        sys.executable,
+        "-m",
+        "tierkv.cli",
+        "demo",
+        "--quick",
+        "--disk",
+        "3MiB",
+        "--root",
+        str(tmp_path / "slow"),
+    ]
+    environment = _environment(tmp_path) | faults.environment
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -78,7 +99,8 @@ def test_a_disk_too_small_for_it_all_is_never_exceeded(tmp_path: Path) -> None:
         (["--memory", "8PiB"], "--memory is "),
         (["--sessions", ""], "--sessions is ''"),
         (["--disk", "8EiB"], "but must be"),
-        (["--disk", "1"], "--disk is '1 B', but must be room for one chunk"),
+        (["--disk", "500KiB"], "--disk is '500 KiB', but must be room for twice the system prompt"),
+        (["--disk", "1"], "--disk is '1 B', but must be room for twice the system prompt"),
         (["--chunk", "-1"], "--chunk"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--root", "/dev/null/x"], "--root is '/dev/null/x', but must be a directory that can be made"),

@@ -31,7 +31,7 @@ with SIGKILL; a second one goes on from the disk. Every byte that comes back is 
 PATIENCE_S = 60.0
 """Silence of a worker after which it counts as hung."""
 KILL_AFTER = 0.6
-"""Part of all turns after which the first worker is killed, once there is something on disk to find again."""
+"""Part of all turns after which the first worker is killed, once the system prompt is on disk to find again."""
 
 
 # Option: what it takes, its default, its default with --quick, what it is.
@@ -78,7 +78,8 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
 
 def _check_room(plan: Plan) -> None:
     """Refuse sizes that cannot work on this machine."""
-    from tierkv.tiers._fs_mount import least_capacity_nbytes  # noqa: PLC0415 - needs the extra fs, as does the run
+    from tierkv.tiers._fs_format import charge_nbytes  # noqa: PLC0415 - needs the extra fs, as does the run
+    from tierkv.tiers._fs_mount import least_capacity_nbytes  # noqa: PLC0415
     from tierkv.tiers._memory_limits import check_memory  # noqa: PLC0415
 
     work = plan.workload
@@ -89,9 +90,11 @@ def _check_room(plan: Plan) -> None:
         allowed = f"room for {plan.n_at_once + 1} whole conversations"
         raise bad_setting("--memory", format_size(plan.memory_nbytes), allowed, format_size(needed_nbytes))
     check_memory("--memory", plan.memory_nbytes)
+    # With less, what is asked for again after the kill may just have been evicted, and there is nothing to be seen.
     least_nbytes = least_capacity_nbytes(plan.chunk_nbytes)
+    least_nbytes += 2 * len(plan.system_keys()) * charge_nbytes(plan.chunk_nbytes)
     if plan.disk_nbytes < least_nbytes:
-        allowed = "room for one chunk with its header, a lock file and an index"
+        allowed = "room for twice the system prompt, a lock file and an index"
         raise bad_setting("--disk", format_size(plan.disk_nbytes), allowed, format_size(least_nbytes))
     there = os.path.abspath(plan.root_dir)
     while not os.path.exists(there):
@@ -156,7 +159,7 @@ class Demo:
         n_all = self.plan.workload.n_sessions * self.plan.workload.n_turns
         n_before_kill = max(1, int(n_all * KILL_AFTER))
         view.phase("serving from host memory and disk")
-        n_turns, killed = 0, False
+        n_turns, killed, awaited = 0, False, self.plan.system_keys()
         with _worker(self.plan, self.last_turns) as worker:
             for message in worker.messages():
                 match message:
@@ -171,7 +174,7 @@ class Demo:
                     case Opened() | Failed():
                         worker.check(message)
                 # On a slow disk the turns run ahead of the writes; the worker ends only when all are written.
-                if n_turns >= n_before_kill and len(self.on_disk) >= self.plan.n_system_chunks_on_disk and not killed:
+                if n_turns >= n_before_kill and awaited <= self.on_disk and not killed:
                     # What it had written before this instant is still in the pipe, and read to the end.
                     worker.process.send_signal(signal.SIGKILL)
                     killed = True

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tierkv.chunkers import Namespace, PrefixChunker
 from tierkv.cli._workload import Workload
 
 
@@ -30,11 +31,17 @@ class Plan:
     def tokens_per_chunk(self) -> int:
         return self.tokens_per_block * self.blocks_per_chunk
 
-    @property
-    def n_system_chunks_on_disk(self) -> int:
-        """Chunks of the system prompt that the disk holds with room to spare, one at least: what is written first."""
-        n_fit = self.disk_nbytes // (2 * self.chunk_nbytes)
-        return max(1, min(n_fit, self.workload.n_system_tokens // self.tokens_per_chunk))
+    def chunker(self) -> PrefixChunker:
+        return PrefixChunker(
+            namespace=Namespace(model="tierkv-demo"),
+            tokens_per_block=self.tokens_per_block,
+            blocks_per_chunk=self.blocks_per_chunk,
+        )
+
+    def system_keys(self) -> set[str]:
+        """The system prompt's chunks. They are asked for first; that they are on disk first is not said: many write."""
+        tokens = self.workload.prompt(0, 0)[: self.workload.n_system_tokens]
+        return {chunk.key.hex() for chunk in self.chunker().chunks(tokens)}
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

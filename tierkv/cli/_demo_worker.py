@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 
 from tierkv import Level, TieredCache
-from tierkv.chunkers import Namespace, PrefixChunker
 from tierkv.cli._demo_plan import Failed, Message, Opened, Plan, Stored, Turn, to_line
 from tierkv.cli._workload import content
 from tierkv.errors import TierKVError
@@ -74,13 +73,8 @@ class Worker:
         self.plan = plan
         self.memory = CPUTier(name="memory")
         self.disk = FSTier(plan.root_dir, name="disk")
-        chunker = PrefixChunker(
-            namespace=Namespace(model="tierkv-demo"),
-            tokens_per_block=plan.tokens_per_block,
-            blocks_per_chunk=plan.blocks_per_chunk,
-        )
         self.cache = TieredCache(
-            chunker=chunker,
+            chunker=plan.chunker(),
             levels=[
                 Level(self.memory, policy=LRU(), capacity=plan.memory_nbytes),
                 Level(self.disk, policy=LRU(), capacity=plan.disk_nbytes),

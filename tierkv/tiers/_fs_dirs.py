@@ -27,9 +27,30 @@ def open_directory(name: str, dir_fd: int) -> int:
         raise
 
 
+@contextlib.contextmanager
+def entries_in(dir_fd: int) -> Iterator[Iterator[os.DirEntry[str]]]:
+    """What lies in a directory, for a ``with`` block.
+
+    Through an open file of its own, here and in ``names_in``. The place up to which a directory was read belongs to the
+    open file: of two threads that listed through one, each would see a part, and take the rest for gone.
+    """
+    fd = open_directory(".", dir_fd)
+    try:
+        with os.scandir(fd) as entries:
+            yield entries
+    finally:
+        os.close(fd)
+
+
+def names_in(dir_fd: int) -> list[str]:
+    """Names of what lies in a directory. Raises OSError."""
+    with entries_in(dir_fd) as entries:
+        return [entry.name for entry in entries]
+
+
 def entries_of(dir_fd: int) -> Iterator[tuple[str, os.stat_result]]:
     """Names and what they are, links not followed; what vanishes meanwhile is passed over."""
-    with os.scandir(dir_fd) as entries:
+    with entries_in(dir_fd) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 yield entry.name, entry.stat(follow_symlinks=False)
@@ -78,7 +99,7 @@ def make_root(path: str, made: list[str]) -> None:
 def discard_root_lock(root_fd: int) -> None:
     """Remove the lock of a root that nobody uses: an open that failed had made it."""
     with contextlib.suppress(OSError):
-        if os.listdir(root_fd) == [ROOT_LOCK]:
+        if names_in(root_fd) == [ROOT_LOCK]:
             os.unlink(ROOT_LOCK, dir_fd=root_fd)
 
 

@@ -28,7 +28,7 @@ from tierkv.tiers._fs_catalogue import (
     rows_of,
     slab_name,
 )
-from tierkv.tiers._fs_dirs import directory, entries_of
+from tierkv.tiers._fs_dirs import directory, entries_of, names_in
 from tierkv.tiers._fs_format import (
     HEADER_NBYTES,
     LEAVES,
@@ -163,7 +163,7 @@ class Root:
         with self._root_locked(os.O_CREAT if make_lock else 0):
             ids = sorted(
                 parsed[0]
-                for parsed in map(parse_owner_file, os.listdir(self._fd))
+                for parsed in map(parse_owner_file, names_in(self._fd))
                 if parsed is not None and parsed[1] == "lock"
             )
             owners = [owner for owner in map(self._owner, ids) if owner is not None]

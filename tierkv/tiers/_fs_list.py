@@ -11,7 +11,7 @@ from typing import Final
 
 from tierkv.tiers._fs_books import Leaver
 from tierkv.tiers._fs_catalogue import SLAB, Row, SlabName, allocated_nbytes, parse_slab_name, slab_name
-from tierkv.tiers._fs_dirs import NotRegularError, open_directory, unlink_quietly
+from tierkv.tiers._fs_dirs import NotRegularError, entries_in, open_directory, unlink_quietly
 from tierkv.tiers._fs_feed import Listed
 from tierkv.tiers._fs_format import (
     LEAVES,
@@ -130,7 +130,7 @@ class Lister:
 
     def slab_leavers(self, namespace: str, namespace_fd: int) -> Iterator[Leaver]:
         """Slabs of ours in another namespace, each with its catalogue."""
-        with os.scandir(namespace_fd) as entries:
+        with entries_in(namespace_fd) as entries:
             names = [(entry.name, parsed) for entry in entries if (parsed := parse_slab_name(entry.name)) is not None]
         nbytes: Counter[SlabName] = Counter()
         time_ns: Counter[SlabName] = Counter()
@@ -150,7 +150,7 @@ class Lister:
             yield Leaver(time_ns[slab], namespace, "", name, owner, nbytes[slab])
 
     def _ours(self, leaf_fd: int) -> Iterator[tuple[str, FileName, os.stat_result]]:
-        with os.scandir(leaf_fd) as entries:
+        with entries_in(leaf_fd) as entries:
             for entry in entries:
                 parsed = parse_file_name(entry.name)
                 if parsed is None:
@@ -218,5 +218,5 @@ class leaf_opened:  # noqa: N801 - reads as the function it would be, were gener
 
 
 def namespaces(root_fd: int) -> list[str]:
-    with os.scandir(root_fd) as entries:
+    with entries_in(root_fd) as entries:
         return [e.name for e in entries if is_namespace_dir(e.name) and e.is_dir(follow_symlinks=False)]

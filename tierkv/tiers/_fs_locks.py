@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tierkv.errors import TierError
-from tierkv.tiers._fs_dirs import unlink_quietly
+from tierkv.tiers._fs_dirs import names_in, unlink_quietly
 from tierkv.tiers._fs_format import PAGE_NBYTES, ROOT_LOCK, parse_owner_file
 from tierkv.tiers._fs_page import OwnerPage
 
@@ -87,7 +87,7 @@ class LockFiles:
         """
         found: list[Other] = []
         try:
-            for entry in sorted(os.listdir(self._root_fd)):
+            for entry in sorted(names_in(self._root_fd)):
                 parsed = parse_owner_file(entry)
                 if parsed is not None and parsed[1] == "lock" and parsed[0] not in ours:
                     other = self._look_at(parsed[0])

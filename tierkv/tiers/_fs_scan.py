@@ -16,7 +16,7 @@ from typing import Final, cast
 
 from tierkv.errors import TierError
 from tierkv.tiers._fs_books import Books, Held, Leaver
-from tierkv.tiers._fs_dirs import NotRegularError, open_directory
+from tierkv.tiers._fs_dirs import NotRegularError, entries_in, open_directory
 from tierkv.tiers._fs_feed import BATCH, Feed, Listed
 from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES, file_name, leaf_of
 from tierkv.tiers._fs_index import BadIndexError, Index, index_nbytes, read_index
@@ -237,7 +237,7 @@ class Scanner:
 
     def _leaves(self, namespace_fd: int, *, gated: bool = True) -> Iterator[str]:
         """Names of leaf directories; those that somebody waits for first."""
-        with os.scandir(namespace_fd) as entries:
+        with entries_in(namespace_fd) as entries:
             left = dict.fromkeys(sorted(e.name for e in entries if e.name in _LEAF_SET))
         total = len(left)
         while left:

@@ -21,7 +21,7 @@ from tierkv.tiers._fs_catalogue import (
     parse_slab_name,
     slab_name,
 )
-from tierkv.tiers._fs_dirs import sync_upwards, unlink_quietly
+from tierkv.tiers._fs_dirs import names_in, sync_upwards, unlink_quietly
 from tierkv.tiers._fs_format import PLAIN, Sums
 from tierkv.tiers._fs_holes import UNSUPPORTED, allocate, punch
 from tierkv.tiers._fs_io import Tally
@@ -47,7 +47,7 @@ class SlabFiles:
 
     def listed(self) -> set[tuple[str, int]]:
         """(owner, slot bytes) of every slab here, whole or not."""
-        names = map(parse_slab_name, os.listdir(self.dir_fd))
+        names = map(parse_slab_name, names_in(self.dir_fd))
         return {(name.owner, name.slot_nbytes) for name in names if name is not None}
 
     def open(self, owner: str, slot_nbytes: int) -> Slab:

@@ -16,7 +16,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_dirs import directory, unlink, unlink_quietly
+from tierkv.tiers._fs_dirs import directory, names_in, unlink, unlink_quietly
 from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES, ROOT_LOCK, is_namespace_dir, parse_owner_file
 from tierkv.tiers._fs_inspect import Found, Owner, Root, found_at
 
@@ -187,7 +187,7 @@ def settle(root: Root, left_nbytes: dict[str, int], before: Sequence[Owner]) -> 
                 if nbytes < owner.page.reserved_nbytes:
                     _write_page(root, owner, nbytes)
         have_lock = {owner.id for owner in owners}
-        for parsed in filter(None, map(parse_owner_file, os.listdir(root.fd))):
+        for parsed in filter(None, map(parse_owner_file, names_in(root.fd))):
             if parsed[0] not in have_lock and parsed[1] != "lock":  # advice for an owner that is no more
                 unlink_quietly(f"owner-{parsed[0]}.{parsed[1]}", root.fd)
     return n_ended
@@ -208,16 +208,16 @@ def remove_directories(root: Root, namespace: str | None) -> None:
     """Our empty directories, and the root's lock if there is no owner left; what a living process reads stays."""
     with root.held(make_lock=True) as owners:
         census = Census(owners)
-        for name in os.listdir(root.fd):
+        for name in names_in(root.fd):
             if not is_namespace_dir(name) or namespace not in (None, name) or census.users(name):
                 continue
             with directory(name, root.fd) as namespace_fd:
                 if namespace_fd is None:
                     continue
-                for leaf in set(os.listdir(namespace_fd)).intersection(LEAVES):
+                for leaf in set(names_in(namespace_fd)).intersection(LEAVES):
                     with contextlib.suppress(OSError):  # not empty, or none of ours
                         os.rmdir(leaf, dir_fd=namespace_fd)
             with contextlib.suppress(OSError):
                 os.rmdir(name, dir_fd=root.fd)
-        if not any(map(parse_owner_file, os.listdir(root.fd))):
+        if not any(map(parse_owner_file, names_in(root.fd))):
             unlink_quietly(ROOT_LOCK, root.fd)
