@@ -53,7 +53,7 @@ class ByStamp:
 def step(rng: random.Random, order: SIEVE, model: ByStamp) -> None:
     """One call, or one eviction, on both."""
     keys = rng.sample(KEYS, rng.choice([1, 1, 2]))
-    match rng.choice(["insert", "access", "hold", "release", "evict", "take", "delete", "ask"]):
+    match rng.choice(["insert", "access", "hold", "release", "evict", "take", "pick", "delete", "ask"]):
         case "insert":
             order.on_insert(chunks(keys))
             model.on_insert(keys)
@@ -66,9 +66,11 @@ def step(rng: random.Random, order: SIEVE, model: ByStamp) -> None:
         case "release":
             order.release(keys[0])
             model.held.discard(keys[0])
-        case "delete":
-            order.on_remove(keys[0], evicted=False)
-            model.on_remove(keys[0], evicted=False)
+        case "pick" | "delete" as how:
+            # Whoever picks out of turn is an order around this one: it spares some.
+            evicted = how == "pick" and keys[0] in model.victims()
+            order.on_remove(keys[0], evicted=evicted)
+            model.on_remove(keys[0], evicted=evicted)
         case how:
             ask(how, order, model)
 

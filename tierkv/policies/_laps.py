@@ -8,7 +8,7 @@ from tierkv.policies._stamp_heap import Entry, StampHeap
 from tierkv.types import ChunkKey
 
 LAP = 1 << 48
-"""A stamp is a lap of the hand and a place in the queue, in one number."""
+"""Places in a lap, more than there will ever be: a stamp is a lap of the hand and a place, here in one number."""
 _SLACK = 64
 """Items that have left a line and are still in it, of which so many are never worth a clean-up."""
 
@@ -16,16 +16,21 @@ _SLACK = 64
 class Place:
     """A resident chunk and its place in the queue."""
 
-    __slots__ = ("heaped", "held", "key", "number", "stamp", "stands")
+    __slots__ = ("heaped", "held", "key", "lap", "number", "stands")
 
     def __init__(self, key: ChunkKey, lap: int, number: int) -> None:
         self.key = key
         self.number = number
-        self.stamp = lap + number
+        self.lap = lap
+        """In which the hand takes it when it comes to its number. One small number for many: a use makes no new one."""
         self.held = False
         self.heaped: Entry | None = None
         self.stands = True
         """It is in one of the lines. Not so once it has left, or was held when the hand came by."""
+
+    @property
+    def stamp(self) -> int:
+        return self.lap * LAP + self.number
 
 
 class Laps:
@@ -41,8 +46,10 @@ class Laps:
         self._later: deque[Place] = deque()
         # Who is aside and not held. They wait there until they are used or leave.
         self._heap: StampHeap[Place] = StampHeap()
-        self._lap = 0
-        self._hand = 0  # the stamp of the latest chunk that it took
+        self._lap = 0  # of the lines; the hand's may be ahead until they catch up
+        # The stamp of the latest chunk that the hand took.
+        self._hand_lap = 0
+        self._hand_number = 0
         self._place = 0  # of the newest chunk that ever came
 
     def __len__(self) -> int:
@@ -64,29 +71,30 @@ class Laps:
             if item.heaped is None and not item.stands:
                 self._heap.add(item)
 
-    def _pass(self) -> bool:
-        """Let the hand go on in its lap, to the first in line whom it may take; tells whether there is one."""
-        now, end = self._now, self._lap + LAP
-        while now:
-            item = now[0]
-            if item.stands:
-                if item.held:
-                    item.stands = False
-                elif item.stamp < end:
-                    return True
-                else:
-                    self._later.append(item)
-            now.popleft()
-        return False
+    def _meet(self, n_chunks: int) -> list[Place]:
+        """Go on in the lap of the lines until so many have been met whom the hand may take; they are out of line."""
+        now, later, lap = self._now, self._later, self._lap
+        met: list[Place] = []
+        while now and len(met) < n_chunks:
+            item = now.popleft()
+            if not item.stands:
+                continue
+            if item.held:
+                item.stands = False
+            elif item.lap > lap:
+                later.append(item)
+            else:
+                met.append(item)
+        return met
 
     def _catch_up(self) -> None:
         """Begin the hand's lap: who was passed is to be met again; who should have been taken comes before them."""
-        while self._hand >= self._lap + LAP:
-            self._lap += LAP
+        while self._lap < self._hand_lap:
+            self._lap += 1
             for item in self._now:
                 if not item.stands:
                     continue
-                if item.stamp >= self._lap:
+                if item.lap >= self._lap:
                     self._later.append(item)
                     continue
                 item.stands = False

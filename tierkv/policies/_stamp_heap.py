@@ -23,8 +23,10 @@ Entry = list[Any]
 class Stamped(Protocol):
     """What can be in the heap."""
 
-    stamp: int
     heaped: Entry | None
+
+    @property
+    def stamp(self) -> int: ...
 
 
 class Item:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf
 
-from tierkv.policies._laps import LAP, Laps, Place
+from tierkv.policies._laps import Laps, Place
 from tierkv.types import Chunk, ChunkKey
 
 
@@ -25,10 +25,10 @@ class SIEVE(Laps):
     """
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
-        if self._hand % LAP >= self._place:
+        if self._hand_number >= self._place:
             # The hand has taken the newest chunk: it goes on at the oldest, and to what is new after that.
-            self._hand += LAP - self._place
-        if self._hand >= self._lap + LAP:
+            self._hand_lap, self._hand_number = self._hand_lap + 1, 0
+        if self._lap < self._hand_lap:
             self._catch_up()
         items, now = self._items, self._now
         for chunk in reversed(chunks):
@@ -39,14 +39,11 @@ class SIEVE(Laps):
                 now.append(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        get = self._items.get
-        number_of_hand = self._hand % LAP
-        next_lap = self._hand - number_of_hand + LAP
+        get, number_of_hand, next_lap = self._items.get, self._hand_number, self._hand_lap + 1
         for chunk in chunks:
             item = get(chunk[0])
             if item is not None:
-                number = item.number
-                item.stamp = next_lap + number if number > number_of_hand else next_lap + LAP + number
+                item.lap = next_lap if item.number > number_of_hand else next_lap + 1
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         item = self._items.pop(key, None)
@@ -54,21 +51,20 @@ class SIEVE(Laps):
             return
         item.stands = False
         self._heap.drop(item)
-        if evicted and item.stamp > self._hand:
-            self._hand = item.stamp
+        if evicted:
+            self._move_hand(item)
         self._tidy()
 
     def victims(self) -> Iterator[ChunkKey]:
         """Every resident key in the order in which the hand would take them, less what is held. Lazy."""
         turn = self._heap.begin()
         self._catch_up()
-        self._pass()
-        aside, end = self._heap.entries, self._lap
-        for lines in ((self._now,), (self._later, self._now), (self._later, self._now)):
-            begin, end = end, end + LAP
+        self._now.extendleft(self._meet(1))
+        aside = self._heap.entries
+        for lap, lines in enumerate(((self._now,), (self._later, self._now), (self._later, self._now)), self._lap):
             for line in lines:
                 for item in line:
-                    if item.stands and not item.held and begin <= item.stamp < end:
+                    if item.stands and not item.held and item.lap == lap:
                         while aside and (early := self._heap.take(item.stamp)) is not None:
                             yield early.key
                             self._heap.check(turn)
@@ -82,16 +78,20 @@ class SIEVE(Laps):
         """Forget the ``n_chunks`` that :meth:`victims` would name first; their keys, in order."""
         gone: list[ChunkKey] = []
         self._heap.begin()
-        if self._hand >= self._lap + LAP:
+        if self._lap < self._hand_lap:
             self._catch_up()
-        now, waiting = self._now, self._heap.entries
-        while len(gone) < n_chunks and not waiting and self._pass():
-            item = now.popleft()
-            self._hand = item.stamp
-            del self._items[item.key]
-            gone.append(item.key)
+        if not self._heap.entries and (met := self._meet(n_chunks)):
+            self._move_hand(met[-1])
+            for item in met:
+                del self._items[item.key]
+                gone.append(item.key)
         if len(gone) < n_chunks:
             for key in list(islice(self.victims(), n_chunks - len(gone))):
                 self.on_remove(key, evicted=True)
                 gone.append(key)
         return gone
+
+    def _move_hand(self, item: Place) -> None:
+        """It has taken this one. It may be further on already, where somebody behind was taken out of turn."""
+        if item.lap > self._hand_lap or (item.lap == self._hand_lap and item.number > self._hand_number):
+            self._hand_lap, self._hand_number = item.lap, item.number
