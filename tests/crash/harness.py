@@ -193,7 +193,9 @@ class Tally:
 
         Time is told in that of the control: the machine's own pace takes no part.
         """
-        calls = [n_calls for n_calls, _ in self.opens]
+        most = max((n_chunks for _, n_chunks in self.opens), default=0)
+        # A root that is still filling has fewer directories to list, and how many rounds that takes is chance.
+        calls = [n_calls for n_calls, n_chunks in self.opens if n_chunks >= most / 2]
         seconds = [aged / control for aged, control in zip(self.reopen_s, self.control_s, strict=False)]
         return _growth(calls), _growth(seconds)
 

@@ -54,11 +54,8 @@ def test_one_open_file_would_not_do(dir_fd: int) -> None:
 
 
 def test_nobody_lists_a_root_in_another_way() -> None:
-    """In all of the tiers' files ``os.scandir`` stands once, and ``os.listdir`` nowhere."""
+    """In the tiers' files ``os.scandir`` stands here and where a leaf was opened to be listed; the others nowhere."""
     folder = Path(tierkv.tiers.__file__).parent
-    calls = [
-        (path.name, m)
-        for path in folder.rglob("*.py")
-        for m in re.findall(r"os\.(?:listdir|scandir|walk|fwalk)\(", path.read_text())
-    ]
-    assert calls == [("_fs_dirs.py", "os.scandir(")]
+    pattern = re.compile(r"os\.(?:listdir|scandir|walk|fwalk)\(.*?\)")
+    calls = {(path.name, call) for path in folder.rglob("*.py") for call in pattern.findall(path.read_text())}
+    assert calls == {("_fs_dirs.py", "os.scandir(fd)"), ("_fs_list.py", "os.scandir(leaf_fd)")}

@@ -150,7 +150,7 @@ class Lister:
             yield Leaver(time_ns[slab], namespace, "", name, owner, nbytes[slab])
 
     def _ours(self, leaf_fd: int) -> Iterator[tuple[str, FileName, os.stat_result]]:
-        with entries_in(leaf_fd) as entries:
+        with os.scandir(leaf_fd) as entries:  # opened for this listing alone
             for entry in entries:
                 parsed = parse_file_name(entry.name)
                 if parsed is None:
