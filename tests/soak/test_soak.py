@@ -14,7 +14,7 @@ from tests.soak.measure import Holds, growth
 @pytest.mark.timeout(300)
 def test_a_short_soak() -> None:
     """Verbs at random over three levels in bad weather: books exact, events equal to the index, nothing grows."""
-    command = [sys.executable, "-m", "tests.soak", "--operations", "12000", "--seed", "5"]
+    command = [sys.executable, "-m", "tests.soak", "--operations", "100000", "--seed", "5"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     assert ended.stdout.rstrip().endswith("flat")
