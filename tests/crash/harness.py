@@ -160,7 +160,7 @@ class Tally:
             others = [key for key in kept if key not in ours]
             probed = await tier.probe(others) if n_owners > 1 else [None] * len(others)
             lost = [key for key, item in zip(others, probed, strict=True) if item is None]
-            assert not lost, f"acknowledged and gone: {lost}"
+            assert not lost, f"acknowledged and gone: {lost}; {tier.usage()}, {tier.counters()}"
             keys = [*ours, *others]
             statuses, views = await read(tier, *keys) if keys else ([], [])
             for key, status, view in zip(keys, statuses, views, strict=True):

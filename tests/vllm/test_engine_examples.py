@@ -29,7 +29,10 @@ def free_port() -> int:
 def listening(endpoint, environment):
     """``vllm_events.py`` in a process of its own; it ends well when interrupted."""
     command = [sys.executable, EXAMPLES / "vllm_events.py", endpoint]
+    # A shell that started us in the background has SIGINT ignored, and children inherit that.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    signal.signal(signal.SIGINT, ignored)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == f"listening at {endpoint}\n"
