@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final
 
+from tierkv._ports import uncancelled
 from tierkv._threads import Lane
 from tierkv.cli._bench_plan import BenchError, Cell, FSPlan, Measured, Round, Speeds, summary
 from tierkv.errors import ConfigError, bad_setting
@@ -159,8 +160,11 @@ async def _tier(root: str, cell: Cell, chunks: Sequence[memoryview], *, direct: 
         read_s = time.perf_counter() - began_s
         _all_ok("load", outcomes)
     finally:
-        await tier.aclose()
-        _remove(root)
+        try:
+            # An interrupt now would leave the rest of the close to a thread, from under which we would remove it all.
+            await uncancelled(asyncio.create_task(tier.aclose()))
+        finally:
+            _remove(root)
     total_nbytes = nbytes * len(chunks)
     return Speeds(total_nbytes / written_s, total_nbytes / read_s)
 
