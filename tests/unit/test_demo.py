@@ -27,9 +27,10 @@ def _environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
 
 
-def _demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _demo(folder: Path, *arguments: str, faults: Faults | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "tierkv.cli", "demo", *arguments]
-    return subprocess.run(command, env=_environment(folder), capture_output=True, text=True, timeout=100, check=False)
+    environment = _environment(folder) | ({} if faults is None else faults.environment)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_the_demo_ends_right_and_leaves_nothing(tmp_path: Path) -> None:
@@ -73,19 +74,7 @@ def test_on_a_slow_disk_the_system_prompt_is_there_before_the_kill(tmp_path: Pat
     """Several threads write, so the first chunks on disk need not be the first that were asked for."""
     faults = Faults(tmp_path / "rules")
     faults.add("write", path="/slow/", delay_s=0.05)
-    command = [
-        sys.executable,
-        "-m",
-        "tierkv.cli",
-        "demo",
-        "--quick",
-        "--disk",
-        "3MiB",
-        "--root",
-        str(tmp_path / "slow"),
-    ]
-    environment = _environment(tmp_path) | faults.environment
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    run = _demo(tmp_path, "--quick", "--disk", "3MiB", "--root", str(tmp_path / "slow"), faults=faults)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

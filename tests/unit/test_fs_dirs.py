@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,13 +40,7 @@ def test_two_listings_through_one_descriptor_both_see_all(dir_fd: int) -> None:
 
 def test_one_open_file_would_not_do(dir_fd: int) -> None:
     """The same with what the standard library does by itself: were it enough, the test above could not fail."""
-
-    @contextmanager
-    def shared() -> Iterator[Iterator[os.DirEntry[str]]]:
-        with os.scandir(dir_fd) as entries:
-            yield entries
-
-    with shared() as entries:
+    with os.scandir(dir_fd) as entries:
         next(entries)
         os.listdir(dir_fd)
         assert sum(1 for _ in entries) != N_FILES - 1  # a part of the rest, or all from the start
