@@ -24,6 +24,7 @@ from tests.faults import Faults, Rule
 from tests.fs_kit import LONGEST, NAMESPACE, _mount, payload_of, scanned
 from tierkv import Chunk, ChunkKey, Event, EventKind, Level, MemoryTier, TieredCache
 from tierkv.policies import LRU
+from tierkv.tiers._fs_store import Store
 from tierkv.tiers.fs import FSTier
 
 N_SLOTS: Final = 8
@@ -135,6 +136,19 @@ async def restless(diary: Diary, *, root: str, seed: int, part: int = 0, n_parts
         async with life.cache:
             await life.ready()
             await asyncio.gather(*(do(life) for _ in range(3)))
+
+
+async def hesitant(diary: Diary, **settings: Any) -> None:
+    """As above, but a probe takes its time between what it sees on the disk and what it makes of it."""
+    look, rng = Store.look, random.Random(settings["seed"])
+
+    def slowly(self: Store, *asked: Any) -> Any:
+        seen = look(self, *asked)
+        time.sleep(rng.choice((0.0, 0.002, 0.008)))
+        return seen
+
+    setattr(Store, "look", slowly)  # noqa: B010 - for the rest of the process, which is a life's
+    await restless(diary, **settings)
 
 
 # -- scripts: the same system calls in the same order each time ----------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.harness import Storm, report
+from tests.crash.lives import hesitant
 from tests.crash.nursery import Nursery
 from tests.fs_kit import capacity_for
 
@@ -35,6 +36,16 @@ async def test_fifty_kills_lose_and_leave_nothing(nursery: Nursery, tmp_path: Pa
         assert tally.n_unfinished > 0, "no kill hit a write: the test shows less than it says"
     calls, _ = tally.growth()
     assert calls < 1.5
+
+
+async def test_kills_among_late_probes(nursery: Nursery, tmp_path: Path, layout: str) -> None:
+    """The same while probes tell late what they saw: what was evicted meanwhile is not acknowledged once more."""
+    storm = Storm(
+        nursery, tmp_path, capacity_for(N_CHUNKS), seed=13, life=hesitant, settings={"layout": layout}
+    )  # fmt: skip
+    for _ in range(10):
+        await storm.round()
+    assert storm.tally.n_acknowledged > 0
 
 
 async def test_ten_double_kills(nursery: Nursery, tmp_path: Path, layout: str) -> None:

@@ -116,6 +116,27 @@ MUTANTS = [
         "unit/test_fs_scan.py",
     ),
     Mutant(
+        "a late probe enters what was removed",
+        "_fs_lookup.py",
+        "                if held is None:\n                    now",
+        "                if True:\n                    now",
+        "unit/test_fs_late.py",
+    ),
+    Mutant(
+        "a late probe forgets what was written again",
+        "_fs_books.py",
+        "serial = self._n_added & _SERIAL_MASK",
+        "serial = 0",
+        "unit/test_fs_late.py",
+    ),
+    Mutant(
+        "a probe that outlasts the scan enters what was removed",
+        "_fs_books.py",
+        "            if seen != self.n_forgotten and key not in self._records:",
+        "            if False:",
+        "unit/test_fs_late.py",
+    ),
+    Mutant(
         "trim takes what a probe announced",
         "_fs_scan.py",
         "            if excess > 0 and self._books.claim(item.key, item.owner):",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tierkv.tiers._fs_books import Books, Held
+from tierkv.tiers._fs_books import Books
 from tierkv.tiers._fs_format import HEADER_NBYTES
 from tierkv.tiers._fs_memory import Scratch, ScratchRing
 from tierkv.tiers._fs_ops import Operations, as_bytes
@@ -114,8 +114,8 @@ class Batches:
         if first is None or first.at is None:
             return run
         slab = self._slabs.at(self._seat.ids[first.slot], first)
-        moved = any(h != Held(first.slot, first.nbytes, first.at + n) for n, h in enumerate(held))
-        if slab is None or moved:
+        places = [(first.slot, first.nbytes, first.at + n) for n in range(len(run))]
+        if slab is None or places != [h and h.place for h in held]:
             return run  # removed or written anew since the batch was planned
         right = self._slab_io.read_run(slab, first.at, [(items[i][0], as_bytes(items[i][1])) for i in run], scratch)
         left, now_s = [], time.time()

@@ -16,7 +16,10 @@ MAX_IDS: Final = 1 << _SLOT_BITS
 _SLOT_MASK: Final = MAX_IDS - 1
 _PAGES_BITS: Final = 32
 _PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
-_AT_BIT: Final = _SLOT_BITS + _PAGES_BITS
+_SERIAL_BIT: Final = _SLOT_BITS + _PAGES_BITS
+_SERIAL_BITS: Final = 16
+_SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
+_AT_BIT: Final = _SERIAL_BIT + _SERIAL_BITS
 
 
 class Held(NamedTuple):
@@ -26,6 +29,13 @@ class Held(NamedTuple):
     nbytes: int
     at: int | None = None
     """Slot of the owner's slab whose slots have ``nbytes``; None for a file of its own."""
+    serial: int = 0
+    """Of the record: a chunk that was removed and written anew is another one, also in the same place."""
+
+    @property
+    def place(self) -> tuple[int, int, int | None]:
+        """Without the serial."""
+        return self[:3]
 
 
 class Leaver(NamedTuple):
@@ -65,6 +75,9 @@ class Books:
         self._writing_nbytes = 0
         self._n_scans = 0
         self._gone: set[tuple[ChunkKey, str]] = set()
+        self._n_added = 0
+        self.n_forgotten = 0
+        """How often the removals during scans were forgotten: what was seen on the disk before that may be gone."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -93,7 +106,11 @@ class Books:
         if packed is None:
             return None
         at = (packed >> _AT_BIT) - 1
-        return Held(packed & _SLOT_MASK, _pages(packed) * PAGE_NBYTES, None if at < 0 else at)
+        serial = packed >> _SERIAL_BIT & _SERIAL_MASK
+        return Held(packed & _SLOT_MASK, _pages(packed) * PAGE_NBYTES, None if at < 0 else at, serial)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._records
 
     def keys(self) -> list[ChunkKey]:
         """A copy, oldest entry first."""
@@ -160,12 +177,17 @@ class Books:
             self._gone.discard((key, owner))
             return replaced
 
-    def add(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None) -> Held | None:
+    def add(
+        self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None, *, seen: int
+    ) -> Held | None:
         """Count a file that was found. Returns what the key is held as now: an earlier file stays in charge.
 
-        None if that file was removed since the scan that is under way began: it may have been listed before.
+        None if that file was removed since the scan that is under way began: it may have been listed before. Or if
+        nobody knows, as ``n_forgotten`` is no longer what it was before the file was ``seen``.
         """
         with self.lock:
+            if seen != self.n_forgotten and key not in self._records:
+                return None
             return self._found(key, slot, owner, nbytes, at)
 
     def add_all(self, files: Iterable[tuple[ChunkKey, int, str, int, int | None]]) -> list[bool]:
@@ -206,6 +228,7 @@ class Books:
             self.adopting_nbytes -= adopted_nbytes
             if not self._n_scans:
                 self._gone.clear()
+                self.n_forgotten += 1
 
     def add_leaver(self, leaver: Leaver, *, first: bool = False) -> None:
         with self.lock:
@@ -231,15 +254,15 @@ class Books:
     def _found(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None) -> Held | None:
         if self._gone and (key, owner) in self._gone:
             return None
-        held = self.get(key)
-        if held is None:
+        if key not in self._records:
             self._add(key, slot, nbytes, at)
-            held = Held(slot, nbytes, at)
-        return held
+        return self.get(key)
 
     def _add(self, key: ChunkKey, slot: int, nbytes: int, at: int | None) -> None:
         place = 0 if at is None else at + 1
-        self._records[key] = place << _AT_BIT | nbytes // PAGE_NBYTES << _SLOT_BITS | slot
+        self._n_added += 1
+        serial = self._n_added & _SERIAL_MASK
+        self._records[key] = place << _AT_BIT | serial << _SERIAL_BIT | nbytes // PAGE_NBYTES << _SLOT_BITS | slot
         self._files_nbytes += nbytes
 
     def _drop(self, key: ChunkKey) -> Held | None:

@@ -73,8 +73,9 @@ class Lookups:
 
     def _probe_one(self, key: ChunkKey) -> Found | None:
         for _ in range(MOST_MOVES):
+            seen = self._books.n_forgotten
             held = self._books.get(key)
-            found = self._probe_where(key, held)
+            found = self._probe_where(key, held, seen)
             if found is not None:
                 return found
             if self._books.get(key) in (held, None):
@@ -82,7 +83,8 @@ class Lookups:
         self._remember_absent(key)
         return None
 
-    def _probe_where(self, key: ChunkKey, held: Held | None) -> Found | None:
+    def _probe_where(self, key: ChunkKey, held: Held | None, seen: int) -> Found | None:
+        """``held`` and ``seen`` are what the books said before: whatever is looked at may be removed meanwhile."""
         for owner in self.owners_of(key):
             found = self._store.look(key, owner, held)
             slot = self._seat.slot_of(owner)
@@ -94,11 +96,16 @@ class Lookups:
                 if self._shunned.get((key, owner)) != found.identity:
                     return Found(key, found.nbytes, owned=False)
             else:
-                held = self._books.add(key, slot, owner, found.nbytes, found.at)
-                if held is not None and held.nbytes == found.nbytes:
+                if held is None:
+                    now = self._books.add(key, slot, owner, found.nbytes, found.at, seen=seen)
+                else:
+                    # Entered anew it would be a record of what was removed since it was looked at.
+                    now = self._books.get(key)
+                    now = now if now == held else None
+                if now is not None and now.nbytes == found.nbytes:
                     return Found(key, found.nbytes)
-                if held is not None:
-                    self._forget(key, owner, held, "corrupt")  # somebody changed its length
+                if now is not None:
+                    self._forget(key, owner, now, "corrupt")  # somebody changed its length
         return None
 
     def _forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:

@@ -1,0 +1,123 @@
+"""What a thread of the fs tier has seen may be gone, or be there again, by the time it says so."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fs_kit import (
+    _mount,
+    chunk_of,
+    fetch,
+    first_batches,
+    key_of,
+    kill,
+    layout,  # noqa: F401
+    n_on_disk,
+    opened,
+    scanned,
+    store,
+    write,
+)
+from tierkv.tiers.fs import FSTier
+from tierkv.types import Reason, Status
+
+pytestmark = pytest.mark.timeout(60)
+K = key_of(0)
+
+
+class Look:
+    """The next look at the disk waits before it, until :meth:`go`, and after it, until :meth:`tell`."""
+
+    def __init__(self, tier: FSTier, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._asked, self._may, self._seen, self._told = (threading.Event() for _ in range(4))
+        store = _mount(tier).lookups._store
+        look = store.look
+
+        def slowly(*args: Any) -> Any:
+            monkeypatch.setattr(store, "look", look)
+            self._asked.set()
+            self._may.wait(30)
+            seen = look(*args)
+            self._seen.set()
+            self._told.wait(30)
+            return seen
+
+        monkeypatch.setattr(store, "look", slowly)
+
+    async def asked(self) -> None:
+        assert await asyncio.to_thread(self._asked.wait, 30)
+
+    async def go(self) -> None:
+        self._may.set()
+        assert await asyncio.to_thread(self._seen.wait, 30)
+
+    def tell(self) -> None:
+        self._told.set()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+async def test_a_late_probe_does_not_bring_back_what_was_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen, then evicted by another thread: it is not announced, which would acknowledge a chunk that nobody has."""
+    async with opened(root, n_chunks=1) as tier:
+        await store(tier, chunk_of(0))
+        look = Look(tier, monkeypatch)
+        probe = asyncio.ensure_future(tier.probe([K]))
+        await look.go()
+        await tier.delete([K])
+        look.tell()
+        assert await probe == [None]
+        assert tier.usage()["n_chunks"] == tier.usage()["chunks_nbytes"] == n_on_disk(root) == 0
+        assert tier.settled(K)
+        await store(tier, chunk_of(1))  # its room is free
+        _mount(tier).books.check()
+
+
+async def test_a_late_probe_does_not_forget_what_was_stored_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen to be gone, then stored again in the same place: it stays known, and its bytes stay charged."""
+    async with opened(root, n_chunks=1) as tier:
+        await store(tier, chunk_of(0))
+        look = Look(tier, monkeypatch)
+        probe = asyncio.ensure_future(tier.probe([K]))
+        await look.asked()
+        await tier.delete([K])
+        await look.go()
+        await store(tier, chunk_of(0))
+        look.tell()
+        (found,) = await probe
+        assert found is not None
+        assert found.key == K
+        assert tier.usage()["n_chunks"] == n_on_disk(root) == 1
+        assert await fetch(tier, chunk_of(0)) == [Status.OK]
+        (outcome,) = await write(tier, chunk_of(1))
+        assert outcome.reason is Reason.FULL, "the one place is taken"
+        assert tier.counters()["vanished"] == 0
+
+
+async def test_a_probe_that_outlasts_the_scan_does_not_bring_back_what_was_deleted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen while the scan ran, deleted after it had ended, when removals are no longer remembered for it."""
+    async with opened(root, n_chunks=4) as before:
+        await store(before, chunk_of(0), chunk_of(1))
+        kill(before)
+    gate = threading.Event()
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(30)) as tier:
+        look = Look(tier, monkeypatch)
+        probe = asyncio.ensure_future(tier.probe([K]))
+        await look.go()
+        gate.set()
+        await scanned(tier)
+        await tier.delete([K])
+        look.tell()
+        assert await probe == [None]
+        assert tier.usage()["n_chunks"] == n_on_disk(root) == 1
+        assert {found.key for found in await first_batches(tier)} >= {key_of(1)}
