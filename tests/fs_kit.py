@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tierkv.protocols import TierContext
 from tierkv.tiers._fs_catalogue import SLAB, Catalogue, catalogue_nbytes, parse_slab_name, slab_name
 from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
@@ -106,7 +107,7 @@ def capacity_for(n_chunks: int) -> int:
 
 async def scanned(tier: FSTier) -> FSTier:
     """Wait for the scans that are under way."""
-    await asyncio.to_thread(_mount(tier)._scan_lane.wait_idle, 30)
+    await asyncio.to_thread(_mount(tier)._scan_lane.wait_idle, PATIENCE_S)
     return tier
 
 

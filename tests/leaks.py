@@ -1,7 +1,7 @@
 """What a test may leave behind: nothing. A snapshot of this process's resources, and the difference of two.
 
 Things that libraries make once and keep (multiprocessing's resource tracker) are not counted, and what a test's own
-shutdown is still tearing down gets a short grace, so that an alarm means a leak.
+shutdown is still tearing down gets a grace, which only a leak waits out, so that an alarm means a leak.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 SHM = Path("/dev/shm")
-GRACE_S = 3.0
+GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class Snapshot:
         ]
 
 
-def wait_for_none(before: Snapshot) -> list[str]:
-    """What is still leaked after a grace; returns at once when there is nothing."""
+def wait_for_none(before: Snapshot, counts: Callable[[str], bool] = lambda _: True) -> list[str]:
+    """What is still leaked after a grace, of what ``counts``; returns at once when there is nothing."""
     deadline = time.monotonic() + GRACE_S
-    leaked = before.leaked(Snapshot.take())
+    leaked = list(filter(counts, before.leaked(Snapshot.take())))
     while leaked and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)
-        leaked = before.leaked(Snapshot.take())
+        leaked = list(filter(counts, before.leaked(Snapshot.take())))
     return leaked
 
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import tierkv
+from tests.patience import PATIENCE_S
 from tierkv.tiers._pool import PrivatePool, SharedPool
 from tierkv.tiers._rendezvous import Role
 from tierkv.vllm._control import ControlPage, Direction
@@ -97,7 +98,7 @@ class _Commands:
         return int(self.pool.generation)
 
     def populated(self) -> int:
-        assert self.pool.wait_populated(60)
+        assert self.pool.wait_populated(PATIENCE_S)
         return int(self.pool.populated_nbytes)
 
     def fill(self, *, slot: int, byte: int) -> None:

@@ -47,23 +47,37 @@ def prompt(branch: int, n_chunks: int = 4) -> list[int]:
     return [branch % 2, 0] + [branch] * (2 * (n_chunks - 1))
 
 
+def loop_time() -> float:
+    """A clock for caches: the running loop's, which is the real one but for a loop whose time is virtual."""
+    return asyncio.get_running_loop().time()
+
+
+def shorten_deadline(cache: TieredCache, deadline_s: float) -> None:
+    """From now on copies have so long. Before, they had as long as they took: only what hangs misses a deadline."""
+    mover = cache._opened().mover
+    mover._limits = mover._limits._replace(deadline_s=deadline_s)
+
+
 def cache_of(
     *lower: MemoryTier, n_slots: int = 8, n_chunks: int = 64, writes: Writes = Writes.CASCADE, **options: object
 ) -> TieredCache:
     """A primary of ``n_slots`` over levels of ``n_chunks``."""
     levels = [Level(MemoryTier(name="primary"), LRU(), capacity=n_slots * STRIDE)]
     levels += [Level(tier, LRU(), capacity=n_chunks * STRIDE, writes=writes) for tier in lower]
+    options.setdefault("clock", loop_time)
     return TieredCache(chunker=ToyChunker(), namespace=b"toy", levels=levels, **options)  # type: ignore[arg-type]
 
 
 class ThreadTier(MemoryTier):
     """A memory tier whose copies run on a thread, chunk by chunk, and wait at ``gate`` where one is set.
 
-    Counts what was asked. ``fail`` lets the next so many reads raise.
+    Counts what was asked. ``fail`` lets the next so many reads raise. Without ``threads`` it copies on the loop: for
+    virtual time.
     """
 
-    def __init__(self, name: str = "lower") -> None:
+    def __init__(self, name: str = "lower", *, threads: bool = True) -> None:
         super().__init__(name=name)
+        self.threads = threads
         self.lane = Lane("toy-tier", 2)
         self.gate: asyncio.Event | None = None
         self.asked = asyncio.Event()
@@ -85,13 +99,15 @@ class ThreadTier(MemoryTier):
         if self.n_failing:
             self.n_failing -= 1
             raise OSError(5, "planted")
-        return await self.lane.run(asyncio.run, super().read(items))
+        copies = super().read(items)
+        return await (self.lane.run(asyncio.run, copies) if self.threads else copies)
 
     async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
         self.n_writes += len(items)
         if self.gate is not None:
             await self.gate.wait()
-        return await self.lane.run(asyncio.run, super().write(items))
+        copies = super().write(items)
+        return await (self.lane.run(asyncio.run, copies) if self.threads else copies)
 
     async def aclose(self) -> None:
         self.lane.close()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ThreadTier, buffers, cache_of, payload, prompt
 from tierkv import MoverLimits, Scope, TieredCache, Writes
 
@@ -79,7 +80,7 @@ async def _storm(seed: int, writes: Writes) -> None:
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
-        assert await cache.wait_idle(10)
+        assert await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.check()
         for record in cache.statistics().values():
             assert record.n_pending == record.n_pinned == record.n_quarantined == 0
@@ -88,11 +89,11 @@ async def _storm(seed: int, writes: Writes) -> None:
         for branch in range(6):
             await _load(cache, branch, 5, canaries)
         await cache.reset()
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         assert cache.statistics()["primary"].free_nbytes == 6 * STRIDE
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("writes", list(Writes))
 def test_random_cancellation(writes: Writes) -> None:
     """Forty tasks cancelled at random: slots conserved, bytes right, buffers free for reuse at once.
@@ -116,7 +117,7 @@ async def test_a_cancelled_read_keeps_its_slot_until_the_thread_has_ended() -> N
     tier = ThreadTier()
     async with cache_of(tier, n_slots=4) as cache:
         await cache.store(prompt(1), buffers(cache.chunks(prompt(1))))
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.reset([0])
         tier.gate = asyncio.Event()
         load = asyncio.create_task(_lease(cache, 1, 4))
@@ -130,7 +131,7 @@ async def test_a_cancelled_read_keeps_its_slot_until_the_thread_has_ended() -> N
         await asyncio.sleep(0.01)
         tier.gate.set()
         await store
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         for branch in (1, 2):
             hit = await cache.lookup(prompt(branch))
             targets = [bytearray(NBYTES) for _ in hit.chunks]

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="a device tier binds tensors of torch")
 
+from tests.patience import PATIENCE_S  # noqa: E402
 from tierkv import CPUTier, Level, MoverLimits, Namespace, PrefixChunker, TieredCache  # noqa: E402
 from tierkv.device.tier import DeviceTier  # noqa: E402
 from tierkv.policies import LRU  # noqa: E402
@@ -164,7 +165,7 @@ async def storm(seed: int) -> None:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
                 raise result
-        assert await cache.wait_idle(10)
+        assert await cache.wait_idle(PATIENCE_S)
         assert len(device.free) == N_BLOCKS
         assert device.untouched()
         (record,) = cache.statistics().values()
@@ -174,7 +175,7 @@ async def storm(seed: int) -> None:
             await load(cache, device, branch, 3)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_random_cancellation_and_reuse_at_once() -> None:
     """Tasks cancelled at random, blocks overwritten the moment a call ends: right bytes, clean blocks, no slot lost.
 

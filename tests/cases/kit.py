@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import re
 import selectors
@@ -10,10 +11,11 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from tests.fs_kit import OVERHEAD, recount
-from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, payload
+from tests.patience import PATIENCE_S
+from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, loop_time, payload
 from tierkv import (
     Event,
     EventKind,
@@ -32,10 +34,11 @@ from tierkv.tiers._fs_format import charge_nbytes
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _CHUNK_FILE = re.compile(r"[0-9a-f]{16,}\.[0-9a-f]{16}")
 CHARGE = charge_nbytes(NBYTES)
-LIMITS = MoverLimits(deadline_s=20.0, breaker_cooldown_s=0.05)
+LIMITS = MoverLimits(deadline_s=PATIENCE_S, breaker_cooldown_s=0.05)
 """Patient: a case must not depend on how fast the machine is."""
 
 
@@ -80,6 +83,7 @@ def cache_over(
     options.setdefault("limits", LIMITS)
     options.setdefault("on_event", Ear())
     options.setdefault("namespace", b"toy")
+    options.setdefault("clock", loop_time)
     return TieredCache(levels=levels, **options)
 
 
@@ -110,7 +114,7 @@ def ear(cache: TieredCache) -> Ear:
 
 async def settle(cache: TieredCache) -> None:
     """Wait until nothing is under way; then count (invariants 1 and 10)."""
-    assert await cache.wait_idle(30), f"not at rest: {cache.statistics()}"
+    assert await cache.wait_idle(PATIENCE_S), f"not at rest: {cache.statistics()}"
     hierarchy = cache._opened().hierarchy
     hierarchy.check()
     for record in cache.statistics().values():
@@ -179,7 +183,7 @@ def start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return asyncio.create_task(work)
 
 
-async def turns_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def turns_until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Let others run until it is so: for what has no event, such as a thread's doings."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -213,3 +217,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(work)
+
+
+def virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test whose time is the loop's own: a deadline passes only where all wait for it, never for a slow machine."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        in_virtual_time(test(*args, **kwargs))
+
+    return run

@@ -31,6 +31,7 @@ from tests.cases.kit import (
 from tests.faults import Faults, in_child, need
 from tests.faults.disks import may_mount, small_disk
 from tests.fs_kit import OVERHEAD, recount
+from tests.patience import PATIENCE_S
 from tests.toys import prompt
 from tierkv import EventKind, TieredCache
 from tierkv.tiers import _fs_mount
@@ -268,7 +269,7 @@ async def _full_and_empty_again(folder: Path, caplog: pytest.LogCaptureFixture) 
             n = 0
             while not cache.statistics()["fs"].n_evicted:  # the disk is smaller than the capacity: then it counts
                 await keep(cache, [n, n])
-                await cache.wait_idle(5)
+                await cache.wait_idle(PATIENCE_S)
                 n += 1
             await settle(cache)
             assert len(chunk_files(root)) == cache.statistics()["fs"].n_chunks and not litter(root)
@@ -322,7 +323,7 @@ async def _refused_in_mid_write(faults: Faults, root: str) -> None:
                 rule = faults.add(call, path=f"/{third}", error=error, after=after)
             before = cache.statistics()["fs"]
             await keep(cache, tokens)
-            await cache.wait_idle(20)
+            await cache.wait_idle(PATIENCE_S)
             assert rule.n_struck >= 1
             now = cache.statistics()["fs"]
             assert now.refused["no_space"] - before.refused.get("no_space", 0) == 1
@@ -338,7 +339,7 @@ async def _refused_in_mid_write(faults: Faults, root: str) -> None:
         rule = faults.add("write", path=".part", error=errno.EDQUOT, count=6)
         for n in range(20):  # a quota, of which the file system's own numbers say nothing
             await keep(cache, [100 + n] * 2)
-            await cache.wait_idle(20)
+            await cache.wait_idle(PATIENCE_S)
             assert not cache.statistics()["fs"].broken
         assert rule.n_struck == 6 and rule.n_seen == 20
         rule.remove()
@@ -374,7 +375,7 @@ async def _out_of_descriptors(_: Faults, root: str) -> None:
             try:
                 got = await fetch(cache, tokens)
                 await keep(cache, [77 + spare] * 4)
-                await cache.wait_idle(20)
+                await cache.wait_idle(PATIENCE_S)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert 0 <= got <= 8

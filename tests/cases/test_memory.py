@@ -15,6 +15,7 @@ import pytest
 from tests.cases.kit import turns_until
 from tests.faults import need
 from tests.faults.disks import may_mount
+from tests.patience import PATIENCE_S
 from tests.pool_process import PoolProcess
 from tests.toys import NBYTES, STRIDE, ToyChunker, payload, prompt
 from tests.unit.test_hierarchy import SLOT, over
@@ -46,8 +47,8 @@ async def test_a20_a_killed_engine_leaves_no_pool() -> None:
         with PoolProcess() as creator, PoolProcess() as worker, PoolProcess() as scheduler:
             processes = (creator, worker, scheduler)
             creator.start("create", shared_id=shared_id, n_slots=16, stride_nbytes=MIB, populate=True)
-            worker.start("join", shared_id=shared_id, role="WORKER", rank=1, deadline_s=60)
-            scheduler.start("join", shared_id=shared_id, role="SCHEDULER", rank=0, deadline_s=60)
+            worker.start("join", shared_id=shared_id, role="WORKER", rank=1, deadline_s=PATIENCE_S)
+            scheduler.start("join", shared_id=shared_id, role="SCHEDULER", rank=0, deadline_s=PATIENCE_S)
             if turn != 1:
                 (generation,) = {process.wait() for process in processes}
                 assert generation not in generations

@@ -26,6 +26,7 @@ from tests.cases.kit import (
 )
 from tests.faults import Child, Faults, in_child
 from tests.fs_kit import OVERHEAD, recount
+from tests.patience import PATIENCE_S
 from tests.toys import prompt
 from tierkv import Stop, TieredCache
 
@@ -39,7 +40,7 @@ async def _write_for_ever(_: Faults, root: str, first: str) -> None:
     async with cache_over(fs_tier(root, n_write_threads=1), n_chunks=20) as cache:
         for n in itertools.count(int(first)):
             await keep(cache, [n, n])
-            await cache.wait_idle(20)
+            await cache.wait_idle(PATIENCE_S)
             if cache._opened().hierarchy.levels[1].ledger.get(cache.chunks([n, n])[0].key):
                 os.write(said, b"%d\n" % n)
             else:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cases.kit import fetch, keep
 from tests.leaks import Snapshot, wait_for_none
+from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ToyChunker, prompt
 from tierkv import ConfigError, CPUTier, Level, MemoryTier, MoverLimits, Namespace, PrefixChunker, TieredCache
 from tierkv.chunkers import blocks_by_group
@@ -102,7 +103,7 @@ async def test_a44_no_room_for_a_chunk(tmp_path: Path) -> None:
             assert not (tmp_path / "root").exists()
         async with TieredCache(chunker=ToyChunker(), namespace=b"toy", levels=levels(make(), nbytes)) as cache:
             await keep(cache, prompt(1, 1))
-            assert await cache.wait_idle(20)
+            assert await cache.wait_idle(PATIENCE_S)
             assert cache.statistics()[name].n_chunks == 1
             assert await fetch(cache, prompt(1, 1)) == 1
     for nbytes in (0, 4095):

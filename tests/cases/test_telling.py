@@ -20,6 +20,7 @@ from tests.cases.kit import (
     start,
     store,
     turns_until,
+    virtual_time,
 )
 from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, prompt
 from tierkv import MemoryTier, Reason, Scope, Status, Stop, Writes
@@ -66,6 +67,7 @@ async def test_a31_events_alone_rebuild_the_index() -> None:
             assert len(ear(cache).events) > 500
 
 
+@virtual_time
 async def test_a32_nothing_is_dropped_without_a_trace() -> None:
     """Offloads dropped without a trace: the target pool had no slot, and the success counters looked healthy.
 
@@ -129,6 +131,7 @@ async def test_a32_nothing_is_dropped_without_a_trace() -> None:
         assert told(Reason.NOT_ADMITTED, "primary") == 3
 
 
+@virtual_time
 async def test_a33_a_reset_with_copies_under_way() -> None:
     """After a reset, live requests were stuck for ever: it forgot the open jobs, not the references to them.
 
@@ -139,7 +142,7 @@ async def test_a33_a_reset_with_copies_under_way() -> None:
     Twice in a row, and with the tier never letting go until the deadline.
     """
     for waits in (False, True):
-        lower = ThreadTier()
+        lower = ThreadTier(threads=False)
         limits = LIMITS._replace(deadline_s=0.3, breaker_cooldown_s=30.0) if waits else LIMITS
         async with opened(cache_over(lower, n_slots=12, limits=limits)) as cache:
             await keep(cache, [1] * 4)
@@ -162,7 +165,7 @@ async def test_a33_a_reset_with_copies_under_way() -> None:
             await copying.wait()
             cache._port.store_chunks = real
             for _ in range(2):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(0):
                     await cache.reset()
             for branch in (1, 2, 5):
                 hit = await cache.lookup([branch] * 4)

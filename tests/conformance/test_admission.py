@@ -14,7 +14,7 @@ from tierkv.protocols import Admission
 from tierkv.testing import ConformanceError, ManualClock, check_admission
 from tierkv.types import Chunk, ChunkKey
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 FEW = settings(max_examples=50)
 NO_SHRINKING = settings(max_examples=300, phases=[Phase.generate], database=None, derandomize=True)
 

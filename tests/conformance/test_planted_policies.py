@@ -11,6 +11,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from tests.conformance import planted_policies as planted
+from tests.patience import PATIENCE_S
 from tierkv.testing import ConformanceError, ManualClock, check_policy
 
 NO_SHRINKING = settings(max_examples=200, phases=[Phase.generate], database=None, derandomize=True)
@@ -79,5 +80,5 @@ def test_the_kit_bites_under_python_o() -> None:
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-O", "-c", code]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.stdout.split()[-2:] == ["ConformanceError", "False"], run.stderr

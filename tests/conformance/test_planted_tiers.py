@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from hypothesis import Phase, settings
 
 from tests.conformance import planted_tiers as planted
-from tierkv.testing import ConformanceError, check_tier
+from tierkv.testing import ConformanceError, check_tier, no_leaks
 from tierkv.testing import _tier_bench as bench
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 NO_SHRINKING = settings(max_examples=20, phases=[Phase.generate], database=None, derandomize=True)
 
 FAULTS: dict[type[planted.Dict], str] = {
@@ -52,11 +53,18 @@ FILE_FAULTS: dict[type[planted.Files], str] = {
 }
 
 
+WAITED_FOR = {planted.ScanNeverEnds, planted.LosesAtClose}
+"""What these owe never comes."""
+
+
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What never comes is not waited for as long as on a busy disk; what was leaked on purpose is closed."""
-    monkeypatch.setattr(bench, "_PATIENCE_S", 1.0)
-    monkeypatch.setattr("tierkv.testing._leaks._GRACE_S", 0.3)
+def impatient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What never comes, or never ends, is not waited for as long as on a busy disk; what was leaked is closed."""
+    tier = request.node.callspec.params["tier"] if hasattr(request.node, "callspec") else None
+    if tier in WAITED_FOR:
+        monkeypatch.setattr(bench, "_PATIENCE_S", 4.0)
+    if tier is planted.LeaksADescriptor:
+        monkeypatch.setattr(bench, "no_leaks", partial(no_leaks, grace_s=0.0))
     yield
     while planted.LeaksADescriptor.opened_fds:
         os.close(planted.LeaksADescriptor.opened_fds.pop())

@@ -17,7 +17,7 @@ from tierkv.protocols import EvictionPolicy
 from tierkv.testing import ManualClock, check_policy
 from tierkv.types import Chunk, ChunkKey
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 FEW = settings(max_examples=40)
 
 WRAPPERS: set[Any] = {TTL, LeafFirst, Quota}

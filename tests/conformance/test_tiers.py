@@ -13,7 +13,7 @@ from tierkv.protocols import Bounded, Charging, HostTier, ScanTier
 from tierkv.testing import Does, Fault, FaultTier, Report, check_tier
 from tierkv.tiers.fs import FSTier
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 FEW = settings(max_examples=25, stateful_step_count=30)
 
 

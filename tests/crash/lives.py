@@ -22,6 +22,7 @@ from typing import Any, Final
 from tests.crash.nursery import Diary
 from tests.faults import Faults, Rule
 from tests.fs_kit import LONGEST, NAMESPACE, _mount, payload_of, scanned
+from tests.patience import PATIENCE_S
 from tierkv import Chunk, ChunkKey, Event, EventKind, Level, MemoryTier, TieredCache
 from tierkv.policies import LRU
 from tierkv.tiers._fs_store import Store
@@ -202,6 +203,6 @@ async def adopting(diary: Diary, *, root: str, **settings: Any) -> None:
         mount.beat()
         late_s = 61.0
         mount.beat()
-        await asyncio.to_thread(mount._scan_lane.wait_idle, 30)
+        await asyncio.to_thread(mount._scan_lane.wait_idle, PATIENCE_S)
         await life.store(9, 2)
         await life.idle()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.faults import REPOSITORY, Faults
+from tests.patience import PATIENCE_S
 
 
 class Diary:
@@ -59,7 +60,7 @@ class Nursery:
         self._alive.add(pid)
         return pid
 
-    async def said(self, log: Path, word: str, timeout_s: float = 40.0) -> None:
+    async def said(self, log: Path, word: str, timeout_s: float = PATIENCE_S) -> None:
         """Until a life has said this word. It tells of no event: look now and then."""
         deadline = time.monotonic() + timeout_s
         while not log.exists() or word not in log.read_text().split():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.cases.kit import CHARGE, Ear, ear, fetch, forget_primary, store
 from tests.fs_kit import OVERHEAD
+from tests.patience import PATIENCE_S
 from tests.toys import STRIDE, ToyChunker, prompt
 from tierkv import Event, Level, MemoryTier, MoverLimits, Reason, Status, TieredCache
 from tierkv.policies import LRU
@@ -50,7 +51,7 @@ def cache_on(root: Path, n_chunks: int) -> TieredCache:
             Level(FSTier(root, min_free=0), LRU(), capacity=n_chunks * CHARGE + OVERHEAD),
         ],
         on_event=Listener(),
-        limits=MoverLimits(deadline_s=50.0),
+        limits=MoverLimits(deadline_s=PATIENCE_S),
     )
 
 
@@ -77,7 +78,7 @@ async def starts(root: Path, n_chunks: int, number: int, n_starts: int) -> None:
         async with cache_on(root, n_chunks) as cache:
             await use(cache, draw, seen)
             if draw.random() < 0.5:  # else it leaves with writes under way, or waiting for its scan to end
-                await cache.wait_idle(30)
+                await cache.wait_idle(PATIENCE_S)
             record = cache.statistics()["fs"]
             seen.update(stored=record.n_stored, failed=record.refused.get("tier_error", 0))
             assert not record.broken

@@ -14,6 +14,7 @@ import pytest
 
 from tests.crash.harness import litter
 from tests.fs_kit import capacity_for, chunk_of, fetch, is_slab, layout, opened, recount  # noqa: F401
+from tests.patience import PATIENCE_S
 from tierkv.types import Status
 
 pytestmark = pytest.mark.crash
@@ -54,8 +55,8 @@ class Writer:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(20)
-        self._reader.join(20)
+        self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -87,16 +88,16 @@ async def test_two_live_processes_keep_the_capacity_together(tmp_path: Path, wri
     watcher = threading.Thread(target=sample)
     watcher.start()
     try:
-        assert all(writer.ready.wait(20) for writer in writers)
+        assert all(writer.ready.wait(PATIENCE_S) for writer in writers)
         _until(lambda: all(writer.probes.count("OK") >= 3 and writer.n_stored > 50 for writer in writers))
         writers[1].kill()
         before = writers[0].n_stored
         writers.append(Writer(root, n_chunks, first=1, step=2))
-        assert writers[2].ready.wait(20)
+        assert writers[2].ready.wait(PATIENCE_S)
         _until(lambda: writers[2].n_stored > 50 and writers[0].n_stored > before + 50)
     finally:
         stop.set()
-        watcher.join(20)
+        watcher.join(PATIENCE_S)
     for writer in writers:
         if writer.process.poll() is None:
             writer.kill()
@@ -111,7 +112,7 @@ async def test_two_live_processes_keep_the_capacity_together(tmp_path: Path, wri
         assert litter(root)["?"] == 0
 
 
-def _until(condition: object, timeout_s: float = 30.0) -> None:
+def _until(condition: object, timeout_s: float = PATIENCE_S) -> None:
     """Processes tell us of no event: look now and then."""
     deadline = time.monotonic() + timeout_s
     while not condition():  # type: ignore[operator]

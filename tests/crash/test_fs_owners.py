@@ -15,6 +15,7 @@ import pytest
 
 from tests.cases.kit import CHARGE, litter
 from tests.fs_kit import OVERHEAD, recount
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.crash
 REPOSITORY = Path(__file__).parents[2]
@@ -53,8 +54,8 @@ class Owner:
         assert self.process.stdin is not None and self.process.stderr is not None
         self.process.stdin.close()
         said = self.process.stderr.read()
-        assert self.process.wait(50) == 0, said
-        self._reader.join(20)
+        assert self.process.wait(PATIENCE_S) == 0, said
+        self._reader.join(PATIENCE_S)
         assert self.said[-1] == "ended"
         self._close()
 
@@ -62,8 +63,8 @@ class Owner:
         """SIGKILL; it must have been alive until then."""
         died = self.process.poll()
         self.process.kill()
-        self.process.wait(20)
-        self._reader.join(20)
+        self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         assert self.process.stderr is not None
         said = self.process.stderr.read()
         self._close()
@@ -94,7 +95,7 @@ def watched(root: Path) -> Iterator[list[int]]:
         thread.join()
 
 
-def _until(condition: Callable[[], object], timeout_s: float = 50.0) -> None:
+def _until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """Processes tell us of no event: look now and then."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -137,7 +138,7 @@ def test_a_hundred_starts_at_the_same_moment(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_owners_come_and_die_at_random(tmp_path: Path) -> None:
     """Three at a time, thirty in all, killed or let go at random: their files are taken over, shared and evicted.
 

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tierkv.testing.simdevice import (
     POISON,
     DeadlockError,
@@ -43,7 +44,7 @@ def test_importing_the_kit_loads_neither_torch_nor_numpy():
         "import json, sys; import tierkv.testing, tierkv.testing.simdevice as s; s.SimDevice().alloc(64)\n"
         "print(json.dumps([name for name in ('torch', 'numpy', 'pytest') if name in sys.modules]))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert json.loads(run.stdout) == []
 
 

@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the example is a server in torch")
 
+from tests.patience import PATIENCE_S  # noqa: E402
 from tierkv.device.tier import DeviceTier  # noqa: E402 - it needs torch
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def test_the_server_gives_the_same_tokens_and_saves_prefill(tmp_path: Path) -> N
     run = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLE, tmp_path],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=55, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert not run.stderr

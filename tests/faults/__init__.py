@@ -37,6 +37,8 @@ from typing import Any, Final, Self
 
 import pytest
 
+from tests.patience import PATIENCE_S, patient_probes
+
 HERE: Final = Path(__file__).parent
 REPOSITORY: Final = HERE.parents[1]
 
@@ -213,7 +215,7 @@ class Rule:
         n: int = 1,
         *,
         waiting: bool = False,
-        timeout_s: float = 40.0,
+        timeout_s: float = PATIENCE_S,
         meanwhile: Callable[[], object] = lambda: None,
     ) -> None:
         """Wait until the rule has struck ``n`` calls, or ``n`` hang. A thread in a system call tells of no event.
@@ -251,7 +253,7 @@ class Child:
             cwd=REPOSITORY, env=env | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def wait(self, timeout_s: float = 50.0) -> None:
+    def wait(self, timeout_s: float = PATIENCE_S) -> None:
         """To its end; fails with what it said if it failed."""
         said, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode == 0, f"in the child:\n{said}"
@@ -270,7 +272,9 @@ class Child:
         self.faults.close()
 
 
-def in_child(function: Any, *args: str | int | Path, folder: Path, timeout_s: float = 50.0, **environment: str) -> None:
+def in_child(
+    function: Any, *args: str | int | Path, folder: Path, timeout_s: float = PATIENCE_S, **environment: str
+) -> None:
     """Run a :class:`Child` to its end."""
     with Child(function, *args, folder=folder, **environment) as child:
         child.wait(timeout_s)
@@ -280,6 +284,7 @@ def run_here(target: str, args: str) -> None:
     """The child's side of :func:`in_child`: also there nothing may be left behind."""
     from tests.leaks import Snapshot, wait_for_none
 
+    patient_probes()
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     faults = Faults.attach()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.faults import need
+from tests.patience import PATIENCE_S
 
 NOBODY: Final = 65534
 _A_MIB: Final = 1 << 20
@@ -76,7 +77,7 @@ class Ext4Disk(SmallDisk):
     def turn_read_only(self) -> None:
         name = Path(self._device).name
         Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("a test's\n")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while self._is_writable():  # what the mount's flags say differs from kernel to kernel
             assert time.monotonic() < deadline, "the kernel did not turn it read-only"
             time.sleep(0.01)

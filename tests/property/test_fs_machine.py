@@ -31,6 +31,7 @@ from tests.fs_kit import (
     slots,
     using,
 )
+from tests.patience import PATIENCE_S
 from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, Reason, Status
@@ -58,7 +59,7 @@ class FSMachine(RuleBasedStateMachine):
         self.order: list[Chunk] | None = None
 
     def run(self, call: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(call, 20))
+        return self.loop.run_until_complete(asyncio.wait_for(call, PATIENCE_S))
 
     @initialize()
     def start(self) -> None:

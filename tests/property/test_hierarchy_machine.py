@@ -343,14 +343,14 @@ class HierarchyMachine(RuleBasedStateMachine):
             self.rig.rest()
 
 
-@pytest.mark.timeout(300)  # a failure takes a while to shrink
+@pytest.mark.timeout(600)  # a failure takes a while to shrink
 @pytest.mark.parametrize("writes", [Writes.CASCADE, Writes.DEMOTE], ids=["cascade", "demote"])
 def test_two_levels(writes: Writes) -> None:
     """Invariants 1-3 and 6-11 hold after every step over one lower level."""
     run_state_machine_as_test(type("Machine", (HierarchyMachine,), {"writes": writes}))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("writes", [Writes.DEMOTE, None], ids=["demote", "mixed"])
 def test_three_levels(writes: Writes | None) -> None:
     """They hold over two lower levels too, where one level's room waits for the next one's."""

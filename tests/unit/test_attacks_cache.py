@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tierkv.cache
+from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt
 from tierkv import Chunk, ChunkKey, Level, MemoryTier, MoverLimits, Outcome, Scope, Status, TieredCache
 from tierkv.policies import LRU
@@ -40,7 +41,7 @@ async def test_a_listener_that_raises_stops_nothing(caplog: pytest.LogCaptureFix
 
     async with cache_of(MemoryTier(name="lower"), on_event=on_event) as cache:
         await store(cache, prompt(0))
-        assert await cache.wait_idle(5)
+        assert await cache.wait_idle(PATIENCE_S)
         assert cache.statistics()["lower"].n_chunks == 4
     assert len(events) == 8
     assert "not my day" in caplog.text
@@ -84,10 +85,10 @@ async def test_a_tier_that_answers_nonsense_is_a_miss_and_holds_nothing(verb: st
     async with cache_of(NonsenseTier(verb, answer), n_slots=5) as cache:
         for branch in (0, 2):  # the second pushes the tail of the first out of the primary
             await store(cache, prompt(branch))
-            assert await cache.wait_idle(5)
-        async with asyncio.timeout(5):
+            assert await cache.wait_idle(PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
             assert 1 <= await served(cache, prompt(0)) < 4
-            assert await cache.wait_idle(5)
+            assert await cache.wait_idle(PATIENCE_S)
         primary = cache.statistics()["primary"]
         assert (primary.n_pinned, primary.n_pending, primary.n_quarantined) == (0, 0, 0)
 
@@ -156,7 +157,7 @@ async def test_a_tier_that_does_not_close_is_left_to_itself(
 
     lower = MemoryTier(name="lower")
     cache = cache_of(Stuck(name="stuck"), lower)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         async with cache:
             await store(cache, prompt(0))
             await cache.aclose(0.1)
@@ -171,7 +172,7 @@ def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypa
     dead, real = threading.Event(), ChunkFiles.read
 
     def hang(*args: Any, **kwargs: Any) -> Any:
-        dead.wait(30)
+        dead.wait(PATIENCE_S)
         return real(*args, **kwargs)
 
     async def use() -> None:
@@ -179,7 +180,7 @@ def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypa
         async with cache_of(tier, n_slots=5, limits=MoverLimits(deadline_s=0.2)) as cache:  # type: ignore[arg-type]
             for branch in (0, 2):
                 await store(cache, prompt(branch))
-                assert await cache.wait_idle(5)
+                assert await cache.wait_idle(PATIENCE_S)
             monkeypatch.setattr(ChunkFiles, "read", hang)
             assert 1 <= await served(cache, prompt(0)) < 4
             await cache.aclose(0.1)
@@ -192,9 +193,9 @@ def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypa
 
     thread = threading.Thread(target=run)
     thread.start()
-    ended_in_time = loop_ended.wait(15)
+    ended_in_time = loop_ended.wait(PATIENCE_S)
     dead.set()
-    thread.join(15)
+    thread.join(PATIENCE_S)
     assert ended_in_time
 
 
@@ -208,8 +209,8 @@ async def test_what_is_forgotten_during_the_scan_does_not_come_back(tmp_path: Pa
     gate = threading.Event()
     async with cache_of(FSTier(tmp_path, min_free=0)) as cache:  # type: ignore[arg-type]
         await store(cache, tokens)
-        assert await cache.wait_idle(5)
-    tier = FSTier(tmp_path, min_free=0, _scan_gate=lambda *_: gate.wait(20))
+        assert await cache.wait_idle(PATIENCE_S)
+    tier = FSTier(tmp_path, min_free=0, _scan_gate=lambda *_: gate.wait(PATIENCE_S))
     async with cache_of(tier) as cache:  # type: ignore[arg-type]
         if how == "reset":
             await cache.reset(Scope.ALL)
@@ -217,17 +218,17 @@ async def test_what_is_forgotten_during_the_scan_does_not_come_back(tmp_path: Pa
             await cache.delete(cache.chunks(tokens))
         assert (await cache.lookup(tokens)).n_tokens == 0
         gate.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not tier.writable:  # noqa: ASYNC110 - the scan's own end has no event
                 await asyncio.sleep(0.01)
         assert (await cache.lookup(tokens)).n_tokens == 0
-        assert await cache.wait_idle(5)
-        async with asyncio.timeout(10):
+        assert await cache.wait_idle(PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
             while tier.usage()["n_chunks"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await store(cache, tokens)
-        assert await cache.wait_idle(5)
-        async with asyncio.timeout(10):
+        assert await cache.wait_idle(PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
             while cache.statistics()["fs"].n_chunks < 4:  # the reset ends with the next look at the tier
                 await store(cache, tokens)
                 await asyncio.sleep(0.05)
@@ -246,7 +247,7 @@ async def test_whoever_waits_when_the_cache_closes_is_told_at_once() -> None:
         waiting = [asyncio.create_task(cache.store([n] * 4, [bytes(NBYTES)] * 2)) for n in (50, 60)]
         idle = asyncio.create_task(cache.wait_idle())
         await asyncio.sleep(0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await cache.aclose(0)
             answers = await asyncio.gather(*waiting, idle, return_exceptions=True)
         assert [type(answer) for answer in answers] == [tierkv.ClosedError] * 3, answers

@@ -31,6 +31,7 @@ from tests.fs_kit import (
     store,
     write,
 )
+from tests.patience import PATIENCE_S
 from tierkv import ConfigError
 from tierkv.tiers import _fs_format
 from tierkv.tiers._fs_locks import LockFiles
@@ -281,9 +282,9 @@ def test_a_root_lock_without_a_name_excludes_nobody(root: Path) -> None:
     try:
         with holder.root_locked():
             thread.start()
-            assert at_the_door.wait(10)
+            assert at_the_door.wait(PATIENCE_S)
             (root / "tierkv.lock").unlink()
-        thread.join(15)
+        thread.join(PATIENCE_S)
         assert inside.is_set()
     finally:
         os.close(root_fd)

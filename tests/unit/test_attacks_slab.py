@@ -31,6 +31,7 @@ from tests.fs_kit import (
     using,
     write,
 )
+from tests.patience import PATIENCE_S
 from tierkv.tiers import _fs_dirs, _fs_holes, _fs_slab
 from tierkv.tiers._fs_catalogue import BadCatalogueError, Catalogue
 from tierkv.tiers._fs_format import Header, Sums
@@ -247,7 +248,7 @@ async def test_closing_does_not_wait_for_a_lost_catalogue(root: Path, monkeypatc
 
     def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
         read.append(offset)
-        go_on.wait(30)
+        go_on.wait(PATIENCE_S)
         return real(fd, offset, sums)
 
     monkeypatch.setattr("tierkv.tiers._fs_slab_files.header_at", header_at)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.toys import STRIDE, ToyChunker, buffers, payload, prompt
+from tests.cases.kit import virtual_time
+from tests.patience import PATIENCE_S
+from tests.toys import STRIDE, ToyChunker, buffers, loop_time, payload, prompt
 from tierkv import Level, MemoryTier, MoverLimits, TieredCache, Writes
 from tierkv.policies import LRU
 from tierkv.testing import Does, Fault, FaultTier
@@ -35,6 +37,7 @@ def cache_over(
         chunker=ToyChunker(),
         namespace=b"toy",
         limits=limits,
+        clock=loop_time,
         levels=[
             Level(MemoryTier(name="primary"), LRU(), capacity=n_slots * STRIDE),
             *(Level(tier, LRU(), capacity=64 * STRIDE, writes=writes, queue=queue) for tier in tiers),
@@ -58,6 +61,7 @@ async def served(cache: TieredCache, tokens: Sequence[int]) -> int:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("does", WRONG, ids=lambda does: does.value)
 @pytest.mark.parametrize("writes", Writes, ids=lambda writes: writes.name.lower())
+@virtual_time
 async def test_the_primary_serves_as_if_there_were_no_tier_below(verb: str, does: Does, writes: Writes) -> None:
     """Whatever the tier below does with a verb, stores go in, recent prompts come back whole, and closing ends."""
     tier = faulty(Fault(verb, does, delay_s=0.01))
@@ -75,12 +79,13 @@ async def test_the_primary_serves_as_if_there_were_no_tier_below(verb: str, does
 
 async def until_written(cache: TieredCache, branch: int, n_chunks: int) -> None:
     """Until the good tier has all that was stored of a branch; of all branches the head is one and the same."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while cache.statistics()["good"].n_stored < 1 + 3 * (branch // 2) + n_chunks - 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("does", [Does.RAISE, Does.HANG], ids=lambda does: does.value)
+@virtual_time
 async def test_the_other_tier_gets_everything(does: Does) -> None:
     """One raises or hangs and is left alone; the one beside it holds every chunk and serves what was evicted (A12)."""
     bad, good = faulty(Fault("write", does)), MemoryTier(name="good")
@@ -96,6 +101,7 @@ async def test_the_other_tier_gets_everything(does: Does) -> None:
         await cache.aclose(0.1)
 
 
+@virtual_time
 async def test_a_failing_read_is_a_shorter_hit_and_then_a_miss() -> None:
     """One read of a batch fails: what leads up to it is served; nobody waits for the rest (A6)."""
     tier = faulty()
@@ -113,6 +119,7 @@ async def test_a_failing_read_is_a_shorter_hit_and_then_a_miss() -> None:
         assert await served(cache, prompt(0)) == 4
 
 
+@virtual_time
 async def test_a_tier_that_answers_short_serves_nothing_wrong() -> None:
     """Answers that cannot be told apart are no answers (and the breaker counts them)."""
     tier = faulty(Fault("read", Does.SHORT))
@@ -123,6 +130,7 @@ async def test_a_tier_that_answers_short_serves_nothing_wrong() -> None:
         assert await served(cache, prompt(0)) <= 1
 
 
+@virtual_time
 async def test_answers_in_the_wrong_order_serve_nothing_wrong() -> None:
     """A batch of which one key is missing is answered back to front: no other chunk's outcome counts for a chunk."""
     tier = faulty(Fault("read", Does.REORDER))
@@ -134,6 +142,7 @@ async def test_answers_in_the_wrong_order_serve_nothing_wrong() -> None:
         assert await served(cache, prompt(0)) <= 1
 
 
+@virtual_time
 async def test_a_write_that_never_happened_is_a_miss() -> None:
     """The tier says that it took the chunks and it did not: they are lost, never replaced by other bytes."""
     tier = faulty(Fault("write", Does.LIE))
@@ -146,6 +155,7 @@ async def test_a_write_that_never_happened_is_a_miss() -> None:
         assert cache.statistics()["bad"].dropped["vanished"] >= 1
 
 
+@virtual_time
 async def test_a_late_read_touches_nobody_elses_slot() -> None:
     """A read hangs past its deadline and its asker; when it fills its slot at last, the slot is still its own (A10)."""
     tier = faulty()

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("numpy", reason="devices need numpy")
 
+from tests.patience import PATIENCE_S
 from tierkv.cli import _bench_device
 from tierkv.cli._bench_device import Measured, choose, measure, plan_from, report_of
 from tierkv.cli._bench_report import BenchReport
@@ -31,8 +32,8 @@ KIB = 1 << 10
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "tierkv.cli", "bench", "device", *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}, capture_output=True, text=True, timeout=50,
-        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

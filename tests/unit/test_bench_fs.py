@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tierkv.cli import _bench_fs
 from tierkv.cli._bench import fs_plan_from, fs_report
 from tierkv.cli._bench_fs import bench_folder, measure
@@ -47,8 +48,8 @@ def test_it_ends_in_values_to_set_and_leaves_the_directory_as_it_was(tmp_path: P
     (tmp_path / "foreign").write_text("mine")
     run = subprocess.run(
         _command(tmp_path, *SMALL, "--block", "10KiB"),
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}, capture_output=True, text=True, timeout=50,
-        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}, capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     settings = json.loads(run.stdout[run.stdout.index("\n{") :])
@@ -64,7 +65,7 @@ def test_its_json_is_what_tune_reads(tmp_path: Path) -> None:
     """Nothing but the report on the standard output: a speed each way for every size, and every measurement."""
     run = subprocess.run(
         _command(tmp_path, *SMALL, "--json"),
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=50, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     report = BenchReport.from_json(run.stdout)
@@ -217,7 +218,7 @@ def test_output_that_nobody_takes_is_no_traceback(tmp_path: Path, where: str) ->
         run = subprocess.run(
             _command(tmp_path, *SMALL, "--json"),
             env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=full if where == "full" else writing,
-            stderr=subprocess.PIPE, text=True, timeout=50, check=False,
+            stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
     os.close(writing)
     said = [line for line in run.stderr.splitlines() if not line.startswith("... ")]
@@ -235,7 +236,7 @@ def test_a_stopped_run_removes_what_it_wrote(tmp_path: Path) -> None:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("... ")
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=50)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "tierkv bench fs: interrupted", errors
     assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from tests.cases.kit import (
     opened,
     settle,
     turns_until,
+    virtual_time,
 )
 from tests.toys import prompt
 from tierkv import MemoryTier, MoverLimits, TieredCache
@@ -80,6 +81,7 @@ async def _until_trial(cache: TieredCache, door: str) -> None:
     await turns_until(lambda: getattr(lower, door).traffic is Traffic.TRIAL)
 
 
+@virtual_time
 async def test_on_trial_one_is_tried_and_nobody_waits_with_it() -> None:
     """Half-open: of five askers one reads, the others miss at once; its end opens the breaker again or closes it."""
     tier = FaultTier(MemoryTier(name="lower"))
@@ -100,6 +102,7 @@ async def test_on_trial_one_is_tried_and_nobody_waits_with_it() -> None:
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
+@virtual_time
 async def test_reads_and_writes_are_left_alone_each_by_itself(verb: str) -> None:
     """Writes fail: what lies there is served meanwhile. Reads fail: chunks are still written."""
     tier = FaultTier(MemoryTier(name="lower"))
@@ -160,6 +163,7 @@ def test_a_pause_that_is_none() -> None:
         )
 
 
+@virtual_time
 async def test_a_tier_that_stays_dead_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Each opening at first, then ever fewer of them, and one line when it works again."""
     tier = FaultTier(MemoryTier(name="lower"), Fault("write", Does.FAIL))

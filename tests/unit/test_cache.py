@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt
 from tierkv import (
     ChunkSizeError,
@@ -72,7 +73,7 @@ async def test_a_full_primary_moves_down_and_comes_back_up(writes: Writes) -> No
             targets = [bytearray(NBYTES) for _ in hit.chunks]
             assert await cache.load(hit, targets) == 8
             assert targets == buffers(hit.chunks)
-        assert await cache.wait_idle(5)
+        assert await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.check()
         assert cache.statistics()["lower"].n_read > 20
 
@@ -94,11 +95,11 @@ async def test_an_event_for_each_arrival_and_each_departure() -> None:
             tokens = prompt(branch)
             await cache.store(tokens, buffers(cache.chunks(tokens)))
         await cache.delete(cache.chunks(prompt(11))[2:])
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         index = {(level.index, entry.key) for level in cache._opened().hierarchy.levels for entry in level.ledger}
         assert seen == index
         await cache.reset(Scope.ALL)
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         assert not seen
 
 
@@ -111,7 +112,7 @@ async def test_fifty_askers_share_one_read() -> None:
     async with cache_of(tier, n_slots=16) as cache:
         tokens = prompt(1, n_chunks=6)
         await cache.store(tokens, buffers(cache.chunks(tokens)))
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         for n_failing, expected in ((0, 12), (1, 0)):
             cache._opened().hierarchy.reset([0])
             tier.n_reads.clear()
@@ -136,11 +137,11 @@ async def test_a_prefix_larger_than_the_primary_comes_in_part() -> None:
         tokens = prompt(1, n_chunks=8)
         first = cache.chunks(tokens)[:4]
         await cache.store(tokens[:8], buffers(first))
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.reset([0])
         outcomes = await cache.store(tokens, buffers(cache.chunks(tokens)))
         assert [outcome.ok for outcome in outcomes] == [True] * 6 + [False] * 2
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.reset([0])
         await cache.store(prompt(2, n_chunks=3), buffers(cache.chunks(prompt(2, n_chunks=3))))
         hit = await cache.lookup(tokens)
@@ -175,7 +176,7 @@ async def test_a_hung_tier_is_a_miss_and_then_no_tier() -> None:
     async with cache_of(tier, limits=limits) as cache:
         tokens = prompt(1)
         await cache.store(tokens, buffers(cache.chunks(tokens)))
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.reset([0])
         tier.gate = asyncio.Event()
         hit = await cache.lookup(tokens)
@@ -186,7 +187,7 @@ async def test_a_hung_tier_is_a_miss_and_then_no_tier() -> None:
         assert all(outcome.ok for outcome in other)
         assert cache.statistics()["primary"].n_quarantined == 4
         tier.gate.set()
-        assert await cache.wait_idle(5)
+        assert await cache.wait_idle(PATIENCE_S)
         assert cache.statistics()["primary"].n_quarantined == 0
         assert await cache._opened().until(lambda: not cache.statistics()["lower"].broken, 5)
         assert await cache.load(await cache.lookup(tokens), [bytearray(NBYTES) for _ in range(4)]) == 8
@@ -205,7 +206,7 @@ async def test_reset_forgets_what_it_says() -> None:
         await cache.reset()
         assert (await cache.lookup(tokens)).n_tokens == 0
         tier.gate.set()
-        assert await cache.wait_idle(5)
+        assert await cache.wait_idle(PATIENCE_S)
         assert cache.statistics()["primary"].free_nbytes == 8 * STRIDE
         assert cache.statistics()["lower"].ready_nbytes == 0
         assert all(o.ok for o in await cache.store(tokens, buffers(cache.chunks(tokens))))
@@ -246,10 +247,10 @@ async def test_prefetch_brings_chunks_up_without_pinning() -> None:
     """After a prefetch the same prefix lies in the primary."""
     async with cache_of(ThreadTier()) as cache:
         await cache.store(prompt(1), buffers(cache.chunks(prompt(1))))
-        await cache.wait_idle(5)
+        await cache.wait_idle(PATIENCE_S)
         cache._opened().hierarchy.reset([0])
         assert await cache.prefetch(await cache.lookup(prompt(1))) == 4
-        assert await cache.wait_idle(5)
+        assert await cache.wait_idle(PATIENCE_S)
         assert list((await cache.lookup(prompt(1))).levels) == [0] * 4
         assert cache.statistics()["primary"].n_pinned == 0
 

@@ -32,6 +32,7 @@ from tests.fs_kit import (
     recount,
     store,
 )
+from tests.patience import PATIENCE_S
 from tests.toys import STRIDE, ToyChunker, buffers, prompt
 from tierkv import CPUTier, Event, Level, Scope, TieredCache
 from tierkv.cli._main import main
@@ -359,7 +360,7 @@ async def test_the_secret_is_nowhere(
             shown += [tier, cache, mount, mount._seat, vars(mount._wishes), tier.counters(), tier.usage()]
             shown += [mount.operations._files._sums, cache.statistics()]
     command = [sys.executable, "-m", "tierkv.cli", "verify", str(root), "--checksum-key-env", "TIERKV_TEST_KEY"]
-    ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=50, check=False)
+    ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=PATIENCE_S, check=False)
     shown += [ran.stdout, ran.stderr, command, Path("/proc/self/cmdline").read_bytes()]
     main(["doctor", str(root)])
     main(["du", str(root)])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.pool_process import PoolProcess
 from tierkv.errors import ClosedError, ConfigError, TierError
 from tierkv.tiers._mapping import SlotMapping
@@ -119,7 +120,7 @@ def test_populating_faults_everything_in_and_changes_nothing(shared_id, shared):
     pool.view(n_slots - 1)[:4] = b"live"
     before = _resident_nbytes()
     pool.populate()
-    assert pool.wait_populated(30)
+    assert pool.wait_populated(PATIENCE_S)
     assert pool.populated_nbytes == pool.nbytes
     assert _resident_nbytes() - before > 90 * MIB
     assert bytes(pool.view(n_slots - 1)[:4]) == b"live"
@@ -168,8 +169,8 @@ def test_one_process_may_be_both_sides(shared_id):
 def test_processes_share_bytes_in_any_order_of_start(shared_id):
     """A worker and a scheduler that come first wait for rank 0; then what one writes the others read."""
     with PoolProcess() as first, PoolProcess() as second, PoolProcess() as creator:
-        first.start("join", shared_id=shared_id, role="WORKER", rank=1, deadline_s=30)
-        second.start("join", shared_id=shared_id, role="SCHEDULER", rank=0, deadline_s=30)
+        first.start("join", shared_id=shared_id, role="WORKER", rank=1, deadline_s=PATIENCE_S)
+        second.start("join", shared_id=shared_id, role="SCHEDULER", rank=0, deadline_s=PATIENCE_S)
         generation = creator.ask("create", shared_id=shared_id, n_slots=4, stride_nbytes=STRIDE)
         assert first.wait() == second.wait() == generation
         for slot, process in enumerate((creator, first, second)):
@@ -293,7 +294,7 @@ def test_strangers_get_no_memory_and_do_no_harm(shared_id, message):
     """Whoever says something else, or nothing, is told off without a descriptor; members still get in."""
     pool = create(shared_id)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(PATIENCE_S)
         stranger.connect(socket_name(shared_id, Purpose.POOL))
         if message:
             stranger.send(message)
@@ -377,11 +378,11 @@ def test_out_of_descriptors_the_server_goes_on(shared_id):
     """A joiner that comes while the creator has no descriptor left is let in once it has."""
     pool = create(shared_id)
     with PoolProcess() as other:
-        other.ask("join", shared_id=shared_id, role="WORKER", rank=1, deadline_s=30)
+        other.ask("join", shared_id=shared_id, role="WORKER", rank=1, deadline_s=PATIENCE_S)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            other.start("join", shared_id=shared_id, role="WORKER", rank=2, deadline_s=30)
+            other.start("join", shared_id=shared_id, role="WORKER", rank=2, deadline_s=PATIENCE_S)
             time.sleep(0.3)  # nothing can be waited for: the server fails to accept, meanwhile
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

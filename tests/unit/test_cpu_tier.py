@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.pool_process import PoolProcess
 from tierkv.errors import ClosedError, ConfigError, TierError
 from tierkv.protocols import HostTier, TierContext
@@ -37,7 +38,7 @@ def test_constructing_does_no_io(shared_id):
 
 async def test_tiers_of_one_engine_open_in_any_order(shared_id):
     """The scheduler's tier opens first and waits without blocking the loop; then both see the same bytes."""
-    scheduler = CPUTier(shared_id=shared_id, role="scheduler", join_deadline_s=30)
+    scheduler = CPUTier(shared_id=shared_id, role="scheduler", join_deadline_s=PATIENCE_S)
     opening = asyncio.create_task(scheduler.open(CTX))
     await asyncio.sleep(0.05)
     assert not opening.done()
@@ -104,7 +105,7 @@ async def test_closing_goes_on_when_cancelled(shared_id):
     with pytest.raises(asyncio.CancelledError):
         await closing
     for thread in [thread for thread in threading.enumerate() if thread.name == "tierkv-unmap"]:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     SharedPool.create(shared_id, 1, STRIDE).close()
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults import Faults
+from tests.patience import PATIENCE_S
 from tierkv.cli._demo import Demo
 from tierkv.cli._demo_plan import Plan, Stored, Turn, from_line, to_line
 from tierkv.cli._workload import Workload, content
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -30,7 +31,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def _demo(folder: Path, *arguments: str, faults: Faults | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "tierkv.cli", "demo", *arguments]
     environment = _environment(folder) | ({} if faults is None else faults.environment)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_the_demo_ends_right_and_leaves_nothing(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def _running(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
                 if "serving" in line:
                     break
             children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while not (pids := children.read_text().split()) and time.monotonic() < deadline:
                 time.sleep(0.01)
             yield demo, int(pids[0])
@@ -146,7 +147,7 @@ def _ends(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([descriptor], [], [], 30)[0])
+        return bool(select.select([descriptor], [], [], PATIENCE_S)[0])
     finally:
         os.close(descriptor)
 
@@ -156,7 +157,7 @@ def test_an_interrupted_demo_cleans_up(tmp_path: Path, sent: signal.Signals) -> 
     """Interrupted by either signal it says so, without a traceback, and takes its worker and directory along."""
     with _running(tmp_path) as (demo, worker):
         demo.send_signal(sent)
-        _, errors = demo.communicate(timeout=30)
+        _, errors = demo.communicate(timeout=PATIENCE_S)
         assert demo.returncode == 130
         assert errors == "tierkv demo: interrupted\n"
         assert _ends(worker)

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
+from tests.patience import PATIENCE_S
 from tierkv.testing import check_policy, check_tier
 from tierkv.vllm.options import parse_options
 
@@ -31,7 +32,7 @@ def _run(name: str, *arguments: str) -> str:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert run.returncode == 0, run.stderr
@@ -76,7 +77,7 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_tier_of_the_example_keeps_its_promises() -> None:
     """The conformance kit that we offer to authors of tiers finds nothing wrong with the tier that we show them."""
     sqlite_tier = _module("custom_tier").SQLiteTier

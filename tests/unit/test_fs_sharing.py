@@ -39,6 +39,7 @@ from tests.fs_kit import (
     unfinished_of,
     write,
 )
+from tests.patience import PATIENCE_S
 from tierkv.errors import TierError
 from tierkv.tiers import _fs_locks, _fs_mount, _fs_owners
 from tierkv.tiers._fs_page import OwnerPage
@@ -435,7 +436,7 @@ async def test_who_goes_on_with_an_adopted_id_writes_under_it_only_after_its_sca
 
     def gate(_n_done: int, _n_leaves: int) -> None:
         held.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
 
     old = await newcomer(root, 20)
     await store(old, chunk_of(1))

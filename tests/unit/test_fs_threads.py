@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tierkv._threads import Lane
 
 
@@ -47,7 +48,7 @@ async def test_spread_gives_each_index_to_one_worker(lane: Lane) -> None:
     barrier = threading.Barrier(3)
 
     def worker(indices: Iterator[int]) -> None:
-        barrier.wait(10)
+        barrier.wait(PATIENCE_S)
         hops.append(1)
         taken.extend(indices)
 
@@ -63,7 +64,7 @@ async def test_spread_waits_for_all_workers_before_it_raises(lane: Lane) -> None
     def worker(indices: Iterator[int]) -> None:
         if next(indices) == 0:
             raise OSError("boom")
-        release.wait(10)
+        release.wait(PATIENCE_S)
         ended.set()
 
     future = lane.spread(worker, 2, 2)
@@ -80,7 +81,7 @@ async def test_a_cancelled_wait_leaves_the_call_running(lane: Lane) -> None:
 
     def call() -> None:
         started.set()
-        release.wait(10)
+        release.wait(PATIENCE_S)
         ended.set()
 
     future = lane.run(call)
@@ -97,7 +98,7 @@ async def test_wait_idle_and_close(lane: Lane) -> None:
     future = lane.run(gate.wait)
     assert not lane.wait_idle(0.01)
     gate.set()
-    assert await asyncio.to_thread(lane.wait_idle, 10)
+    assert await asyncio.to_thread(lane.wait_idle, PATIENCE_S)
     await future
     lane.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -107,7 +108,7 @@ async def test_wait_idle_and_close(lane: Lane) -> None:
 def test_posted_errors_are_logged(lane: Lane, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody waits for a posted call, so its exception goes to the log."""
     lane.post(divmod, 1, 0)
-    assert lane.wait_idle(10)
+    assert lane.wait_idle(PATIENCE_S)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -120,4 +121,4 @@ def test_a_hung_call_does_not_hold_up_the_exit_of_the_process() -> None:
         "    Lane('tierkv-hung', 1).run(threading.Event().wait)\n"
         "asyncio.run(main())\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=20, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode == 0

@@ -40,6 +40,7 @@ from tests.fs_kit import (
     store,
     write,
 )
+from tests.patience import PATIENCE_S
 from tierkv.errors import ChunkSizeError, ClosedError, TierReadError, TierWriteError
 from tierkv.protocols import Bounded, Charging, ScanTier
 from tierkv.tiers._fs_format import HEADER_NBYTES, unpack_header
@@ -218,9 +219,9 @@ async def test_two_writes_of_one_key_at_once_leave_one_whole_chunk(root: Path, m
         barrier, real = threading.Barrier(2), os.pwritev
 
         def together(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            barrier.wait(20)
+            barrier.wait(PATIENCE_S)
             n = real(fd, buffers, offset)
-            barrier.wait(20)
+            barrier.wait(PATIENCE_S)
             return n
 
         monkeypatch.setattr(os, "pwritev", together)
@@ -380,13 +381,13 @@ async def test_reads_do_not_wait_for_writes(root: Path, monkeypatch: pytest.Monk
 
         def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             stuck.release()
-            release.wait(20)
+            release.wait(PATIENCE_S)
             return real(fd, buffers, offset)
 
         monkeypatch.setattr(os, "pwritev", slow)
         writing = asyncio.ensure_future(write(tier, *(chunk_of(i) for i in range(1, 6))))
         for _ in range(2):
-            assert await asyncio.to_thread(stuck.acquire, timeout=20)
+            assert await asyncio.to_thread(stuck.acquire, timeout=PATIENCE_S)
         assert await fetch(tier, chunk_of(0)) == [OK]
         assert list(await tier.contains([key_of(0)])) == [True]
         release.set()
@@ -436,7 +437,7 @@ async def test_close_waits_for_calls_under_way_even_when_it_is_cancelled(
 
     def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         stuck.set()
-        release.wait(20)
+        release.wait(PATIENCE_S)
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", slow)

@@ -29,7 +29,7 @@ def run(page: str) -> list[object]:
     return printed
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("page", "passed"),
     [

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import tierkv
+from tests.patience import PATIENCE_S
 
 ROOT = Path(tierkv.__file__).parents[1]
 N_RUNS = 15
@@ -17,7 +18,9 @@ N_RUNS = 15
 
 def _python(code: str, **variables: str) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     return run.stdout
 
 

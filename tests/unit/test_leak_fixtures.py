@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import Snapshot, wait_for_none
+from tests.patience import PATIENCE_S
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def test_a_task_left_running_fails_its_test(tmp_path: Path) -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert "2 passed, 1 error" in run.stdout, run.stdout

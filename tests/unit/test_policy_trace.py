@@ -84,7 +84,7 @@ def replay(order: Any, n_slots: int, requests: list[Request]) -> Hits:
     return Hits(n_blocks, 100 * n_hit_tokens / n_tokens)
 
 
-@pytest.mark.timeout(900 if WHOLE else 120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("percent", [1, 5, 10, 20])
 @pytest.mark.parametrize("name", ["LRU", "FIFO", "LFU", "Sieve", "ARC", "TwoQ", "S3FIFO"])
 def test_block_hits_equal_another_simulators(name: str, percent: int, requests: list[Request], n_unique: int) -> None:
@@ -129,7 +129,7 @@ def test_token_hits_are_the_published_ones(name: str, traces_dir: Path) -> None:
         assert replay(ORDERS[name](n_slots), n_slots, requests).token_percent == pytest.approx(hit, abs=tolerance)
 
 
-@pytest.mark.timeout(900 if WHOLE else 120)
+@pytest.mark.timeout(900)
 def test_a_capacity_that_is_learnt(requests: list[Request], n_unique: int) -> None:
     """ARC, 2Q and MQ need not be told how much the level holds: from the first eviction on they know."""
     n_slots = n_unique // 20
@@ -138,7 +138,7 @@ def test_a_capacity_that_is_learnt(requests: list[Request], n_unique: int) -> No
         assert abs(told.n_blocks - learnt.n_blocks) <= tolerance
 
 
-@pytest.mark.timeout(900 if WHOLE else 120)
+@pytest.mark.timeout(900)
 def test_leaf_first_costs_no_hits(requests: list[Request], n_unique: int) -> None:
     """Under LeafFirst an order hits as many tokens or more, to 0.1 points: a tail without its head is no hit."""
     n_slots = n_unique // 20

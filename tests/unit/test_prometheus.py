@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.toys import STRIDE, ThreadTier, ToyChunker, buffers, cache_of, prompt
 from tierkv import CPUTier, Level, LevelStatistics, TieredCache
 from tierkv.errors import ConfigError
@@ -24,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 ROOT = Path(__file__).parents[2]
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
-PATIENT_S = 30.0
+
 AGE = ("tierkv_statistics_age_seconds", frozenset[tuple[str, str]]())
 
 
@@ -40,7 +41,7 @@ class Scraped:
 
     def values_now(self) -> Values:
         url = f"http://127.0.0.1:{self._server.server_port}/metrics"
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -82,7 +83,7 @@ async def test_a_scrape_is_the_statistics(tmp_path: Path) -> None:
     ]
     cache = TieredCache(chunker=ToyChunker(), namespace=b"toy", levels=levels)
     async with scraped() as server:
-        server.registry.register(CacheCollector(cache, wait_s=PATIENT_S))
+        server.registry.register(CacheCollector(cache, wait_s=PATIENCE_S))
         assert without_age(await server.values()) == {}, "not open yet: no numbers, and no error"
         async with cache:
             for branch in (1, 2, 2):
@@ -108,7 +109,7 @@ async def test_a_scrape_is_the_statistics(tmp_path: Path) -> None:
 async def test_numbers_are_taken_together_while_the_cache_runs() -> None:
     """Scraped as often as can be beside a busy cache: bytes by state always add up to the capacity."""
     async with scraped() as server, cache_of(ThreadTier("lower")) as cache:
-        server.registry.register(CacheCollector(cache, wait_s=PATIENT_S))
+        server.registry.register(CacheCollector(cache, wait_s=PATIENCE_S))
         done = False
 
         async def scrape() -> int:
@@ -138,7 +139,7 @@ async def test_numbers_are_taken_together_while_the_cache_runs() -> None:
 async def test_a_busy_loop_shows_old_numbers_and_their_age() -> None:
     """While the loop does not answer, a scrape returns the last numbers and says how old they are; then new ones."""
     async with scraped() as server, cache_of() as cache:
-        collector = CacheCollector(cache, wait_s=PATIENT_S)
+        collector = CacheCollector(cache, wait_s=PATIENCE_S)
         server.registry.register(collector)
         before = await server.values()
         await cache.store(prompt(1), buffers(cache.chunks(prompt(1))))
@@ -147,7 +148,7 @@ async def test_a_busy_loop_shows_old_numbers_and_their_age() -> None:
         scraper = threading.Thread(target=lambda: found.append(server.values_now()))
         scraper.start()
         scraper.join()  # on the loop: it is busy with waiting for us
-        collector._wait_s = PATIENT_S
+        collector._wait_s = PATIENCE_S
         assert found[0][AGE] > 0.0
         assert without_age(found[0]) == without_age(before)
         assert without_age(await server.values()) == expected(cache.statistics())
@@ -156,7 +157,7 @@ async def test_a_busy_loop_shows_old_numbers_and_their_age() -> None:
 async def test_several_caches_have_a_name_each() -> None:
     """Two caches in one registry are told apart by the label ``cache``; a second collector is refused."""
     async with scraped() as server, cache_of(n_slots=2) as one, cache_of() as two:
-        server.registry.register(CacheCollector({"chat": one, "batch": two}, wait_s=PATIENT_S))
+        server.registry.register(CacheCollector({"chat": one, "batch": two}, wait_s=PATIENCE_S))
         await one.store(prompt(1), buffers(one.chunks(prompt(1))))
         both = expected(one.statistics(), cache="chat") | expected(two.statistics(), cache="batch")
         values = await server.values()
@@ -174,7 +175,7 @@ async def test_a_loop_that_ended_is_no_trouble() -> None:
     async def use() -> None:
         async with cache_of() as cache:
             await cache.store(prompt(1), buffers(cache.chunks(prompt(1))))
-            collectors.append(CacheCollector(cache, wait_s=PATIENT_S))
+            collectors.append(CacheCollector(cache, wait_s=PATIENCE_S))
 
     await asyncio.to_thread(asyncio.run, use())
     async with scraped() as server:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.request_traces import TOKENS, write_chat
 from tierkv import recorder as module
 from tierkv.cli._tune_replay import Job, replay
@@ -167,7 +168,7 @@ def test_a_full_disk_ends_it_with_one_warning(
         for i in range(5):
             recorder.record(TOKENS, keys_of(str(i), 1))
         assert recorder._thread is not None
-        recorder._thread.join(10)
+        recorder._thread.join(PATIENCE_S)
     assert not recorder._thread.is_alive()
     assert not recorder.record(TOKENS, keys_of("late", 1))
     assert (recorder.n_recorded, recorder.n_dropped) == (1, 5)
@@ -212,7 +213,7 @@ def test_who_records_never_waits(start: Callable[..., TraceRecorder], monkeypatc
     def hang(*_: object) -> bool:
         nonlocal n_written
         entered.set()
-        hanging.wait(30)
+        hanging.wait(PATIENCE_S)
         n_written += 1
         if n_written == 10:
             recorder._waiting.append((0.0, 0, ()))  # the next one is met only when this one has been counted
@@ -224,12 +225,12 @@ def test_who_records_never_waits(start: Callable[..., TraceRecorder], monkeypatc
     monkeypatch.setattr(recorder._file, "append", hang)
     monkeypatch.setattr(module, "_MOST_WAITING", 100)
     assert recorder.record(TOKENS, keys_of("first", 10))
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE_S)
     taken = [recorder.record(TOKENS, keys_of(str(i), 10)) for i in range(20)]
     assert taken == [True] * 9 + [False] * 11
     assert recorder.n_dropped == 11
     hanging.set()
-    assert drained.wait(10)
+    assert drained.wait(PATIENCE_S)
     assert recorder.record(TOKENS, keys_of("again", 100))
     assert recorder.n_dropped == 11
 
@@ -238,11 +239,11 @@ def test_closing_does_not_wait_for_ever(start: Callable[..., TraceRecorder], mon
     """A file that hangs delays the end by the bound and no longer, whatever waits."""
     hanging = threading.Event()
     recorder = start()
-    monkeypatch.setattr(recorder._file, "append", lambda *_: hanging.wait(30))
+    monkeypatch.setattr(recorder._file, "append", lambda *_: hanging.wait(PATIENCE_S))
     monkeypatch.setattr(module, "_CLOSING_S", 0.05)
     recorder.record(TOKENS, keys_of("a", 1))
     recorder.close()
     assert recorder._thread is not None and recorder._thread.is_alive()
     assert not recorder.record(TOKENS, keys_of("late", 1))
     hanging.set()
-    recorder._thread.join(10)
+    recorder._thread.join(PATIENCE_S)

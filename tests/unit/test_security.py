@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults.disks import NOBODY, unprivileged
 from tests.fs_kit import LONGEST, NAMESPACE, PAGE, chunk_of, files_under, key_of, opened, path_of, read, store
+from tests.patience import PATIENCE_S
 from tierkv.errors import ConfigError
 from tierkv.tiers._fs_format import checksum, namespace_digest, pack_header
 from tierkv.tiers._rendezvous import Geometry, Hello, Member, Purpose, Role, join, make_sealed, socket_name
@@ -29,7 +30,7 @@ def test_another_user_is_handed_nothing() -> None:
     fd = make_sealed("test", PAGE)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.settimeout(30)
+            stranger.settimeout(PATIENCE_S)
             with unprivileged():  # the kernel notes who connects; the server looks when it accepts, as us again
                 stranger.connect(socket_name_of_root(shared_id))
             stranger.send(Hello(GEOMETRY, JOINER, bytes(16)).pack())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributions import install_shelves
+from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, payload, prompt
 from tierkv import ConfigError, Level, MemoryTier, TieredCache
 from tierkv.policies import LRU
@@ -88,7 +89,7 @@ async def test_an_installed_tier_is_a_level(installed: Any) -> None:
         for branch in range(4):
             tokens = prompt(branch)
             await cache.store(tokens, buffers(chunker.chunks(tokens)))
-        assert await cache.wait_idle(20)
+        assert await cache.wait_idle(PATIENCE_S)
         hit = await cache.lookup(prompt(0))
         assert hit.chunks
         assert set(hit.levels) == {1}

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import PATIENCE_S
 from tests.request_traces import TOKENS, write_chat
 from tierkv.cli._bench_report import BenchReport, TierSpeed
 from tierkv.cli._main import _parser
@@ -34,7 +35,7 @@ from tierkv.traces import Header, Trace, read_traces
 from tierkv.vllm.options import parse_options
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def run_tune(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
     command = [sys.executable, "-W", "error", "-m", "tierkv.cli", "tune", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     return subprocess.run(
-        command, env=environment, input=stdin, capture_output=True, text=True, timeout=100, check=False
+        command, env=environment, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

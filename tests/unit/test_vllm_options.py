@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tierkv.errors import ConfigError
 from tierkv.vllm.options import (
     Options,
@@ -240,7 +241,7 @@ def test_store_reserve_of_everything() -> None:
 def test_module_needs_no_vllm() -> None:
     """Checking settings is possible where neither vLLM nor torch is installed."""
     code = "import sys, tierkv.vllm.options; print([m for m in ('vllm', 'torch', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == "[]"
 
 

@@ -44,9 +44,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     before = Snapshot.take()
     yield
-    leaked = wait_for_none(before)
-    if request.path.name.startswith(ENGINES):
-        leaked = [what for what in leaked if "tierkv" in what or is_ours_in_shm(what)]
+    has_engine = request.path.name.startswith(ENGINES)
+    leaked = wait_for_none(before, lambda what: not has_engine or "tierkv" in what or is_ours_in_shm(what))
     assert not leaked, "left behind: " + "; ".join(leaked)
 
 

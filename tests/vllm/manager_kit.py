@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
+from tests.patience import PATIENCE_S
 from tierkv.vllm import _assembly, _compat, worker
 from tierkv.vllm.spec import TieringOffloadingSpec
 
@@ -184,7 +185,7 @@ class Kit:
             assert self.block(block) == self.fill(0, key), "wrong bytes"
         self.manager.complete_load(set(keys), context)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Step until it is so; the Mover's thread needs real time."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -16,6 +16,7 @@ from unittest import mock
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import TOKENS, offloading_config
 from tierkv import MemoryTier
 from tierkv.vllm import _identity
@@ -152,7 +153,7 @@ class OwnSpec:
             assert bytes(self.row(chunk_id)) == pattern(key), "wrong bytes"
         self.manager.complete_load(list(keys), context)
 
-    def serve(self, keys: Sequence[Any], timeout_s: float = 20.0) -> int:
+    def serve(self, keys: Sequence[Any], timeout_s: float = PATIENCE_S) -> int:
         """One request as vLLM's scheduler treats it: look up until nothing is pending, load, store the rest, end."""
         context = self.request(keys)
         deadline = time.monotonic() + timeout_s
@@ -172,7 +173,7 @@ class OwnSpec:
         self.settle()
         return n
 
-    def until(self, condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], Any], timeout_s: float = PATIENCE_S) -> None:
         """Step until it is so; the Mover's thread needs real time."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -27,7 +27,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         yield made
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_kills_of_an_engine_lose_and_leave_nothing(nursery: Nursery, tmp_path: Path) -> None:
     """Fifteen rounds: what vLLM had been told is stored is there after the kill, right to the byte, and nothing else.
 

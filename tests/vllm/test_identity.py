@@ -98,7 +98,7 @@ class TestIdentity:
         other = make_model(tmp_path / "other", ModelSpec(seed=1))
         assert len({digest(models()), with_draft(models()), with_draft(other), None}) == 4
 
-    @pytest.mark.timeout(240)  # another process imports vLLM
+    @pytest.mark.timeout(600)  # another process imports vLLM
     def test_every_process_says_the_same(self, models):
         """Whatever PYTHONHASHSEED."""
         code = (

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
+from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import Kit, keys_of
 from tierkv import MemoryTier
 from tierkv.types import ChunkKey
@@ -124,7 +125,7 @@ def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier):
         engine.step()
         assert engine.manager._below.levels[0].state.name == "DRAINING", "no sooner than every copy was reported"
         clock.now += 2.0
-        engine.until(lambda: engine.hierarchy.levels[1].open, timeout_s=20.0)
+        engine.until(lambda: engine.hierarchy.levels[1].open, timeout_s=PATIENCE_S)
         new = OneOfMany.made[-1]
         assert new is not old
         assert engine.statistics().n_quarantined == 4, "what the old one may still read"

@@ -39,7 +39,7 @@ from tierkv.vllm.connector import OffloadingConnector
 from tierkv.vllm.options import parse_options
 from tierkv.vllm.spec import CPUOffloadingSpec, TieringOffloadingSpec, TierKVOffloadingSpec
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 CPU = {"cpu_bytes_to_use": 64 * 4096}
 ORDERS = list(itertools.permutations((ascend.OURS, ascend.THEIRS)))

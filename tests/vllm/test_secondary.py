@@ -13,12 +13,13 @@ from vllm.v1.kv_offload.base import TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tests.leaks import Snapshot
+from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import keys_of, offloading_config
 from tests.vllm.own_spec_kit import GATE, HIT, MISS, PENDING, RETRY, ROW, GateTier, OwnSpec, fs, own_spec
 from tierkv.errors import ConfigError, TierError
 from tierkv.vllm import _identity
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(autouse=True)
@@ -437,7 +438,7 @@ def test_a_reset_does_not_return_over_a_running_copy():
         resetting.start()
         assert not returned.wait(0.1)
         GateTier.gate.set()
-        resetting.join(20)
+        resetting.join(PATIENCE_S)
         assert returned.is_set()
         assert not engine.manager._jobs
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from tests.patience import PATIENCE_S
 from tests.vllm.engine import START_S, arguments, engine_environment, prompts, run_once
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_serve.sh"
@@ -52,7 +53,7 @@ class Server:
         self.port = port
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE_S) as answer:
             return answer.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def serving(model: str, events: dict[str, Any], folder: Path):
                 process.wait(90)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
+                process.wait(PATIENCE_S)
 
 
 class Subscriber:
@@ -138,11 +139,11 @@ class Subscriber:
     def wait_quiet(self) -> None:
         """Until nothing has come for a second."""
         self._quiet.clear()
-        assert self._quiet.wait(30)
+        assert self._quiet.wait(PATIENCE_S)
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         self._socket.close(0)
         self._context.term()
 

@@ -18,13 +18,14 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 import tierkv.vllm
 from tests.leaks import Snapshot
+from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import PAGE_NBYTES, offloading_config
 from tests.vllm.scheduler_rig import cache_config, engine_config
 from tierkv.errors import ConfigError
 from tierkv.vllm import plugin
 from tierkv.vllm.spec import CPUOffloadingSpec, TieringOffloadingSpec, TierKVOffloadingSpec
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 CPU = {"cpu_bytes_to_use": 64 * 4096}
 
@@ -122,7 +123,7 @@ def test_module_path_works_without_the_plugin(factory):
 def test_importing_the_plugin_is_cheap():
     """VLLM imports every plugin in every process: ours brings neither torch nor vLLM along."""
     code = "import sys, tierkv.vllm.plugin; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert done.stdout.strip() == "[]"
 
 

@@ -13,7 +13,7 @@ from tests.vllm.scheduler_rig import BLOCK, Rig, ShelfTier
 from tierkv.testing import ManualClock
 from tierkv.vllm import _metrics
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
 
 def prompt(seed: int, n_chunks: int) -> list[int]:
