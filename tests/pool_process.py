@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -125,7 +126,7 @@ class _Commands:
         if pid == 0:
             for fd in (0, 1):
                 os.close(fd)
-            time.sleep(60)
+            time.sleep(3600)
             os._exit(0)
         return pid
 
@@ -141,14 +142,19 @@ class _Commands:
     def publish(self, *, rank: int, model: str, layout: str) -> None:
         self.page.publish_identity(rank, bytes.fromhex(model), bytes.fromhex(layout))
 
-    def hammer(self, *, seconds: float) -> None:
-        """Write words whose eight bytes are alike as fast as it goes, the way stamps are written."""
+    def hammer(self) -> int:
+        """Write words whose eight bytes are alike as fast as it goes, the way stamps are written, until asked again."""
         words, place = self.page._words, self.page._start(0, Direction.STORE)
         alike = [int.from_bytes(bytes([byte]) * 8, "little") for byte in range(256)]
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        n_rounds = 0
+        while not select.select([0], [], [], 0)[0]:
+            n_rounds += 1
             for word in alike:
                 words[place] = word
+        return n_rounds
+
+    def creator_alive_of_page(self) -> bool:
+        return bool(self.page.creator_alive())
 
 
 def _serve() -> None:

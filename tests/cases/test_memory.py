@@ -175,11 +175,13 @@ async def test_a36_replicas_do_not_share_a_pool_by_accident() -> None:
             ({"role": "WORKER"}, "worker rank 0 has joined already"),
         ):
             with pytest.raises(RuntimeError, match=told):
-                other.ask("join", shared_id=ids[0], **({"role": "SCHEDULER", "rank": 0, "deadline_s": 0} | wrong))
-        generation = other.ask("join", shared_id=ids[0], role="SCHEDULER", rank=0, deadline_s=5)
+                other.ask(
+                    "join", shared_id=ids[0], **({"role": "SCHEDULER", "rank": 0, "deadline_s": PATIENCE_S} | wrong)
+                )
+        generation = other.ask("join", shared_id=ids[0], role="SCHEDULER", rank=0, deadline_s=PATIENCE_S)
         assert generation == pools[0].generation and other.ask("peek", slot=0) == [1]
         with pytest.raises(ConfigError, match="scheduler rank 0 has joined already"):
-            SharedPool.join(ids[0], role=Role.SCHEDULER, rank=0, deadline_s=0)
+            SharedPool.join(ids[0], role=Role.SCHEDULER, rank=0)
     for pool in pools:
         pool.close()
     need(may_mount(), "root and the right to mount")

@@ -14,9 +14,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.cases.kit import CHARGE, Ear, ear, fetch, forget_primary, store
+from tests.cases.kit import CHARGE, Ear, ear, fetch, forget_primary, store, turns_until
 from tests.fs_kit import OVERHEAD
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, patient_probes
 from tests.toys import STRIDE, ToyChunker, prompt
 from tierkv import Event, Level, MemoryTier, MoverLimits, Reason, Status, TieredCache
 from tierkv.policies import LRU
@@ -76,6 +76,8 @@ async def starts(root: Path, n_chunks: int, number: int, n_starts: int) -> None:
         say("waiting")
         sys.stdin.readline()
         async with cache_on(root, n_chunks) as cache:
+            if draw.random() < 0.5:  # else it begins before its scan has ended
+                await turns_until(lambda: cache._levels[1].tier.writable)  # type: ignore[attr-defined]
             await use(cache, draw, seen)
             if draw.random() < 0.5:  # else it leaves with writes under way, or waiting for its scan to end
                 await cache.wait_idle(PATIENCE_S)
@@ -115,4 +117,5 @@ async def main(root: str, n_chunks: str, number: str, what: str, *more: str) -> 
 
 
 if __name__ == "__main__":
+    patient_probes()
     asyncio.run(main(*sys.argv[1:]))

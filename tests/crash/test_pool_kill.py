@@ -111,8 +111,10 @@ def test_a_dead_creators_pool_is_closed_to_newcomers():
         with PoolProcess() as successor:
             assert successor.ask("create", shared_id=shared_id, n_slots=2, stride_nbytes=STRIDE) != generation
             with pytest.raises(RuntimeError, match=r"ConfigError: .*its generation is"):
-                newcomer.ask("join", shared_id=shared_id, role="SCHEDULER", rank=0, generation=generation, deadline_s=5)
-            newcomer.ask("join", shared_id=shared_id, role="SCHEDULER", rank=0, deadline_s=5)
+                newcomer.ask(
+                    "join", shared_id=shared_id, role="SCHEDULER", rank=0, generation=generation, deadline_s=PATIENCE_S
+                )
+            newcomer.ask("join", shared_id=shared_id, role="SCHEDULER", rank=0, deadline_s=PATIENCE_S)
             assert newcomer.ask("peek", slot=0) == [0]
             assert survivor.ask("creator_alive") is False
 

@@ -11,7 +11,7 @@ from tests.faults import REPOSITORY
 from tests.soak.measure import Holds, growth
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_short_soak() -> None:
     """Verbs at random over three levels in bad weather: books exact, events equal to the index, nothing grows."""
     command = [sys.executable, "-m", "tests.soak", "--operations", "100000", "--seed", "5"]

@@ -12,7 +12,7 @@ import pytest
 
 import tierkv.cache
 from tests.patience import PATIENCE_S
-from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt
+from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt, shorten_deadline
 from tierkv import Chunk, ChunkKey, Level, MemoryTier, MoverLimits, Outcome, Scope, Status, TieredCache
 from tierkv.policies import LRU
 from tierkv.tiers._fs_io import ChunkFiles
@@ -177,11 +177,12 @@ def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypa
 
     async def use() -> None:
         tier = FSTier(tmp_path / "root", min_free=0)
-        async with cache_of(tier, n_slots=5, limits=MoverLimits(deadline_s=0.2)) as cache:  # type: ignore[arg-type]
+        async with cache_of(tier, n_slots=5, limits=MoverLimits(deadline_s=PATIENCE_S)) as cache:  # type: ignore[arg-type]
             for branch in (0, 2):
                 await store(cache, prompt(branch))
                 assert await cache.wait_idle(PATIENCE_S)
             monkeypatch.setattr(ChunkFiles, "read", hang)
+            shorten_deadline(cache, 0.2)
             assert 1 <= await served(cache, prompt(0)) < 4
             await cache.aclose(0.1)
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.cases.kit import virtual_time
 from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt
 from tierkv import (
@@ -166,12 +167,13 @@ async def test_two_stores_of_one_chunk_share_it() -> None:
         assert cache.statistics()["primary"].n_stored == 6
 
 
+@virtual_time
 async def test_a_hung_tier_is_a_miss_and_then_no_tier() -> None:
     """A read that hangs ends as a miss at its deadline; the breaker answers misses; the primary goes on.
 
     https://github.com/vllm-project/vllm/issues/50031
     """
-    tier = ThreadTier()
+    tier = ThreadTier(threads=False)
     limits = MoverLimits(deadline_s=0.05, breaker_cooldown_s=0.1)
     async with cache_of(tier, limits=limits) as cache:
         tokens = prompt(1)
@@ -189,7 +191,7 @@ async def test_a_hung_tier_is_a_miss_and_then_no_tier() -> None:
         tier.gate.set()
         assert await cache.wait_idle(PATIENCE_S)
         assert cache.statistics()["primary"].n_quarantined == 0
-        assert await cache._opened().until(lambda: not cache.statistics()["lower"].broken, 5)
+        assert await cache._opened().until(lambda: not cache.statistics()["lower"].broken, PATIENCE_S)
         assert await cache.load(await cache.lookup(tokens), [bytearray(NBYTES) for _ in range(4)]) == 8
 
 

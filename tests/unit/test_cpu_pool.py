@@ -8,6 +8,7 @@ import os
 import resource
 import secrets
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -46,7 +47,8 @@ def create(shared_id: str, n_slots: int = 4) -> SharedPool:
 
 
 def scheduler_joins(shared_id: str, **asked) -> SharedPool:
-    return SharedPool.join(shared_id, role=Role.SCHEDULER, rank=0, **{"deadline_s": 0} | asked)
+    """Waits for the answer of somebody who serves; with ``deadline_s=0`` where nobody does."""
+    return SharedPool.join(shared_id, role=Role.SCHEDULER, rank=0, **{"deadline_s": PATIENCE_S} | asked)
 
 
 def kinds(shared_id: str):
@@ -131,24 +133,52 @@ def _resident_nbytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
+class Steps(threading.Event):
+    """A pool's stop event, which its populating thread asks before each step: it says so."""
+
+    def __init__(self, pool: SlotMapping, *, most: int) -> None:
+        super().__init__()
+        self.pool, self.most = pool, most
+        self.n_begun, self.done_nbytes = 0, 0
+        self.begins = threading.Event()
+
+    def is_set(self) -> bool:
+        """After ``most`` steps it waits until it is set."""
+        if self.n_begun == self.most:
+            self.wait(PATIENCE_S)
+        self.n_begun, self.done_nbytes = self.n_begun + 1, self.pool.populated_nbytes
+        self.begins.set()
+        return super().is_set()
+
+
 def test_populating_lets_other_threads_run():
-    """While 512 MiB are faulted in, this thread computes: it gets at least a third of the time of the faulting one."""
+    """While pages are faulted in this thread runs: it finds a step that has begun and not ended.
+
+    Nobody is made to let go of the interpreter here, so a step that kept it would never be met in its middle.
+    """
     pool = PrivatePool(512 * MIB // STRIDE, STRIDE, populate=False)
-    ours, all_threads = time.thread_time(), time.process_time()
-    pool.populate()
-    while not pool.wait_populated(0):
-        sum(range(1000))
-    ours = time.thread_time() - ours
-    faulting = time.process_time() - all_threads - ours
+    steps = pool._stop = Steps(pool, most=-1)
+    interval_s, n_met = sys.getswitchinterval(), 0
+    sys.setswitchinterval(PATIENCE_S)
+    try:
+        pool.populate()
+        while not pool.wait_populated(0):
+            if steps.begins.wait(0.01):
+                steps.begins.clear()
+                n_met += pool.populated_nbytes == steps.done_nbytes
+    finally:
+        sys.setswitchinterval(interval_s)
     pool.close()
-    assert ours > faulting / 3
+    assert n_met > 0
 
 
 def test_closing_stops_the_populating():
-    """A pool closed at once does not wait for 2 GiB: the thread ends after its step, and is gone."""
-    pool = PrivatePool(512 * MIB // STRIDE, STRIDE)
+    """A pool that is closed does not wait for all of its bytes: the thread ends after its step, and is gone."""
+    pool = PrivatePool(512 * MIB // STRIDE, STRIDE, populate=False)
+    pool._stop = Steps(pool, most=1)
+    pool.populate()
     pool.close()
-    assert pool.populated_nbytes < pool.nbytes
+    assert 0 < pool.populated_nbytes < pool.nbytes
     assert "tierkv-populate" not in [thread.name for thread in threading.enumerate()]
 
 
@@ -203,13 +233,13 @@ def test_different_ids_are_different_pools():
 def test_each_role_and_rank_joins_once(shared_id):
     """A second bearer of a role and rank is refused, even after the first has left, and so is the creator's double."""
     pool = create(shared_id)
-    joined = SharedPool.join(shared_id, role=Role.WORKER, rank=1, deadline_s=0)
+    joined = SharedPool.join(shared_id, role=Role.WORKER, rank=1)
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"worker rank 1 has joined already, as process {os.getpid()}"):
-            SharedPool.join(shared_id, role=Role.WORKER, rank=1, deadline_s=0)
+            SharedPool.join(shared_id, role=Role.WORKER, rank=1)
         joined.close()
     with pytest.raises(ConfigError, match="worker rank 0 has joined already"):
-        SharedPool.join(shared_id, role=Role.WORKER, rank=0, deadline_s=0)
+        SharedPool.join(shared_id, role=Role.WORKER, rank=0)
     scheduler_joins(shared_id).close()
     pool.close()
 
@@ -240,9 +270,9 @@ def test_a_lost_answer_does_not_make_a_duplicate(shared_id):
         join(shared_id, geometry, member, 0)
     fd = make_sealed("test", STRIDE)
     server.serve(fd, STRIDE)  # answers the hello that waits in the backlog, whose sender has gone
-    membership = join(shared_id, geometry, member, 5)
+    membership = join(shared_id, geometry, member, PATIENCE_S)
     with pytest.raises(ConfigError, match="joined already"):
-        join(shared_id, geometry, member, 5)
+        join(shared_id, geometry, member, PATIENCE_S)
     os.close(membership.fd)
     os.close(fd)
     membership.connection.close()
@@ -254,7 +284,7 @@ def test_nobody_there_is_one_sentence(shared_id):
     started = time.monotonic()
     with pytest.raises(NotServedError, match=r"within 0.2 s: nobody serves it; .*another network namespace") as error:
         scheduler_joins(shared_id, deadline_s=0.2)
-    assert 0.2 <= time.monotonic() - started < 2
+    assert time.monotonic() - started >= 0.2
     assert isinstance(error.value, TierError)
     assert "\n" not in str(error.value)
 
@@ -272,7 +302,7 @@ def test_another_network_namespace_cannot_join(shared_id):
 def test_the_memory_cannot_be_resized_by_a_peer(shared_id):
     """What a joiner is handed is sealed: no peer can cut it under the others (SIGBUS) or unseal it."""
     pool = create(shared_id)
-    membership = join(shared_id, Geometry(Purpose.POOL, 0, 0), _member(1), 0)
+    membership = join(shared_id, Geometry(Purpose.POOL, 0, 0), _member(1), PATIENCE_S)
     for nbytes in (0, 8 * STRIDE):
         with pytest.raises(PermissionError):
             os.ftruncate(membership.fd, nbytes)
@@ -320,7 +350,7 @@ def test_a_squatter_on_the_name_is_not_believed(shared_id, answer):
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(ConfigError if answer else NotServedError, match=f"process {os.getpid()}"):
-            scheduler_joins(shared_id)
+            scheduler_joins(shared_id, deadline_s=PATIENCE_S if answer else 0)
         thread.join()
 
 
@@ -353,7 +383,7 @@ def test_wrong_sizes_make_nothing(shared_id, n_slots, stride):
         with pytest.raises(ConfigError, match=r"nearest valid value: (1|4096|8192)$"):
             make(n_slots, stride)
     with pytest.raises(NotServedError):
-        scheduler_joins(shared_id)
+        scheduler_joins(shared_id, deadline_s=0)
 
 
 def test_a_file_size_limit_is_named(shared_id):

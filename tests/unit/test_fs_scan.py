@@ -263,7 +263,7 @@ async def test_a_chunk_deleted_while_the_scan_holds_it_does_not_come_back(root: 
             gate.wait(PATIENCE_S)
 
     async with opened(root, n_chunks=12, wait=False, _scan_gate=hold) as tier:
-        await asyncio.to_thread(nearly_done.wait, 20)
+        await asyncio.to_thread(nearly_done.wait, PATIENCE_S)
         await tier.probe([key_of(i) for i in range(10)])
         await tier.delete([key_of(i) for i in range(5)])
         gate.set()
@@ -323,7 +323,7 @@ async def test_a_leaf_that_a_probe_asked_for_is_listed_next(root: Path, monkeypa
 
     monkeypatch.setattr("tierkv.tiers._fs_scan.leaf_opened", recording)
     async with opened(root, wait=False, _scan_gate=hold) as tier:
-        await asyncio.to_thread(held.wait, 20)
+        await asyncio.to_thread(held.wait, PATIENCE_S)
         assert await tier.probe([key_of(missing)]) == [None]
         gate.set()
         await scanned(tier)
@@ -466,7 +466,7 @@ async def test_a_root_of_100_000_chunks_answers_at_once_while_the_scan_is_held(r
             gate.wait(PATIENCE_S)
 
     async with opened(root, capacity="4GiB", wait=False, _scan_gate=hold) as tier:
-        await asyncio.to_thread(held.wait, 20)
+        await asyncio.to_thread(held.wait, PATIENCE_S)
         assert reached == [25]
         last = max(range(200), key=lambda i: leaf_of(key_of(i)))
         assert int(leaf_of(key_of(last)), 16) > 200
@@ -494,7 +494,7 @@ async def _first_request_after_the_kill(root: Path, last: int) -> None:
     disk = FSTier(root, min_free=0, _scan_gate=hold)
     levels = [Level(MemoryTier(), LRU(), capacity=8 * STRIDE), Level(disk, LRU(), capacity="4GiB")]
     async with TieredCache(chunker=_OneChunk(), namespace=NAMESPACE, chunk_nbytes=LONGEST, levels=levels) as cache:
-        await asyncio.to_thread(held.wait, 20)
+        await asyncio.to_thread(held.wait, PATIENCE_S)
         hit = await cache.lookup([last])
         assert list(hit.levels) == [1]
         target = bytearray(LONGEST)

@@ -32,8 +32,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., TraceRecorder]]:
-    """Starts recorders on one path; they are closed at the end."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TraceRecorder]]:
+    """Starts recorders on one path; they are closed at the end, and write all that waits, however slow the disk is."""
+    monkeypatch.setattr(module, "_CLOSING_S", PATIENCE_S)
     started: list[TraceRecorder] = []
 
     def start(**settings: object) -> TraceRecorder:
