@@ -299,10 +299,11 @@ class Hierarchy(Room):
     # -- what tiers report --------------------------------------------------------------------------------------
 
     def absorb(self, index: int, found: Iterable[Found]) -> None:
-        """Enter chunks that a persistent tier reports. Keys that are known, or on their way out, stay as they are."""
+        """Enter chunks that a persistent tier reports, in its books still. Keys that are known, or leave, stay so."""
         level = self.levels[index]
         for item in found:
-            if item.key in level.leaving:
+            # On its way out, or out by now: a tier's answer may be older than the deletion that ended since.
+            if item.key in level.leaving or (item.owned and not level.plan.owns(item.key)):
                 continue
             chunk = item.chunk
             if chunk is None:

@@ -45,6 +45,8 @@ class LevelPlan(NamedTuple):
     """Bytes that may wait for or be in a write to this level; more is dropped and counted ``queue_full``."""
     settled: Callable[[ChunkKey], bool] = _always
     """False: the ledger does not know the key, yet the tier may hold it; a probe tells."""
+    owns: Callable[[ChunkKey], bool] = _always
+    """False: the tier has no such chunk of ours, whatever it answered before."""
     writable: Callable[[], bool] = lambda: True
     scans: bool = False
     """The tier brings chunks of earlier runs along, after it has opened."""

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import MoverLimits
 from tierkv.errors import ConfigError, TierKVError, bad_setting, closest
-from tierkv.protocols import Admission, Bounded, Charging, Chunker, EvictionPolicy, HostTier, Port, ScanTier, Tier
+from tierkv.protocols import (
+    Admission,
+    Bounded,
+    Charging,
+    Chunker,
+    EvictionPolicy,
+    HostTier,
+    Owning,
+    Port,
+    ScanTier,
+    Tier,
+)
 from tierkv.settings import parse_count, parse_seconds
 from tierkv.sizes import parse_size
 
@@ -47,6 +58,8 @@ def plan_of(level: Level, index: int, capacity_nbytes: int, stride_nbytes: int) 
     if isinstance(tier, ScanTier):
         scan = tier
         more |= {"settled": scan.settled, "writable": lambda: scan.writable, "scans": True}
+    if isinstance(tier, Owning):
+        more["owns"] = tier.owns
     return LevelPlan(
         name=tier.name,
         capacity_nbytes=share() if share is not None else capacity_nbytes,

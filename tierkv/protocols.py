@@ -129,6 +129,22 @@ class ScanTier(Protocol):
         ...
 
 
+@runtime_checkable
+class Owning(Protocol):
+    """A :class:`ScanTier` that can say at once which chunks it owns.
+
+    What a scan or a probe answers may be old when a level hears of it: the chunk was found by another probe, evicted
+    and deleted meanwhile. A tier without this is believed, and such a chunk is announced once more and then missed.
+    """
+
+    def owns(self, key: ChunkKey) -> bool:
+        """True at least from before a chunk of ours is announced until its deletion, false from its end on.
+
+        Cheap, any thread.
+        """
+        ...
+
+
 class EvictionPolicy(Protocol):
     """A total order over resident chunks. No bytes, no I/O, no clock that it was not handed.
 

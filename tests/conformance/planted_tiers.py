@@ -373,6 +373,9 @@ class Files(Dict):
     def settled(self, key: ChunkKey) -> bool:
         return False
 
+    def owns(self, key: ChunkKey) -> bool:
+        return self.path(key).exists()
+
     async def found(self, keys: Sequence[ChunkKey]) -> list[Found | None]:
         there = await self.contains(keys)
         return [Found(key, 1 << 13) if is_there else None for key, is_there in zip(keys, there, strict=True)]
@@ -412,6 +415,24 @@ class NoChecksum(Files):
 
     def verified(self, key: ChunkKey, record: bytes) -> bytes | None:
         return record[4:]
+
+
+class OwnsForEver(Files):
+    """What was deleted passes for its own."""
+
+    def owns(self, key: ChunkKey) -> bool:
+        return True
+
+
+class OwnsWhatItWrote(Files):
+    """What it wrote in an earlier run is nobody's."""
+
+    async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
+        self.written = {*getattr(self, "written", ()), *(chunk.key for chunk, _ in items)}
+        return await super().write(items)
+
+    def owns(self, key: ChunkKey) -> bool:
+        return key in getattr(self, "written", ()) and super().owns(key)
 
 
 class AcceptsTruncated(Files):

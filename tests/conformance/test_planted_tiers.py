@@ -50,6 +50,8 @@ FILE_FAULTS: dict[type[planted.Files], str] = {
     planted.ScanNeverEnds: "ends when its tier closes",
     planted.ProbesHitsOnly: "a probe answers per key",
     planted.LosesAtClose: "announces every chunk",
+    planted.OwnsForEver: "says what is there",
+    planted.OwnsWhatItWrote: "says what is there",
 }
 
 

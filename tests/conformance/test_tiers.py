@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from tests.conformance.doors import CPUDoor, FSDoor, MemoryDoor, SlabDoor
 from tierkv import CPUTier, MemoryTier
-from tierkv.protocols import Bounded, Charging, HostTier, ScanTier
+from tierkv.protocols import Bounded, Charging, HostTier, Owning, ScanTier
 from tierkv.testing import Does, Fault, FaultTier, Report, check_tier
 from tierkv.tiers.fs import FSTier
 
@@ -30,6 +30,7 @@ PERSISTENT = {
     "a probe finds what a scan has not",
     "a scan ends with its tier",
     "namespaces are apart",
+    "what is owned is there",
 }
 UNVERIFIED = {"damage is never served"}
 
@@ -69,6 +70,6 @@ def test_a_wrapped_tier_conforms() -> None:
 @pytest.mark.parametrize("inner", [MemoryTier(), CPUTier(), FSTier("root")], ids=lambda tier: tier.name)
 def test_a_wrapped_tier_has_the_capabilities_of_the_inner_one(inner) -> None:
     """Isinstance tells the truth about a FaultTier: it is how a level finds out what its tier can do."""
-    for capability in (HostTier, Charging, Bounded, ScanTier):
+    for capability in (HostTier, Charging, Bounded, ScanTier, Owning):
         assert isinstance(FaultTier(inner), capability) == isinstance(inner, capability)
     assert isinstance(FaultTier(inner), FaultTier)

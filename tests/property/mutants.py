@@ -181,6 +181,12 @@ MUTANTS = [
         "        return chunk.nbytes",
     ),
     Mutant(
+        "an answer that is older than a deletion is believed",
+        HIERARCHY,
+        " or (item.owned and not level.plan.owns(item.key))",
+        "",
+    ),
+    Mutant(
         "a busy key is written again",
         FLOW,
         "if chunk.key in level.leaving or chunk.key in level.waiting:",

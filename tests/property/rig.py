@@ -70,6 +70,7 @@ class Lower:
             queue_nbytes=self.setup.queue_nbytes,
             writable=lambda: self.writable,
             settled=lambda _: self.writable,  # a scan that has come to its end knows both
+            owns=lambda key: key in self.medium.owned,
             scans=True,
             share=lambda: self.share_nbytes,
             high_water=low_water / 2,
@@ -403,6 +404,14 @@ class Rig:
         self.call(lambda h, _: h.absorb(index, found))
         told = {e.key for e in self.fresh_events if e.level == index and e.kind is EventKind.STORED}
         assert not purging or not told & (unknown - {key for key, owned, _ in items if not owned}), "reset means reset"
+
+    def absorb_stale(self, index: int, keys: Sequence[ChunkKey]) -> None:
+        """An answer comes that is older than the end of what it tells of."""
+        lower = self.lowers[index - 1]
+        gone = [key for key in keys if key not in lower.medium.owned]
+        self.call(lambda h, _: h.absorb(index, [Found(key, lower.charge(BY_KEY[key].nbytes)) for key in gone]))
+        told = {event.kind for event in self.fresh_events if event.level == index}
+        assert EventKind.STORED not in told, "what is gone stays gone"
 
     def abort(self, store: Store, reason: Reason, *, ended: bool = True) -> None:
         """The device's copy into a slot failed, or (not ended) is given up while it runs."""

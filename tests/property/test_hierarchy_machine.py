@@ -329,6 +329,10 @@ class HierarchyMachine(RuleBasedStateMachine):
     def scan(self, data: st.DataObject, items: list[tuple[ChunkKey, bool, bool]]) -> None:
         self.rig.absorb(self.draw_level(data), items)
 
+    @rule(data=st.data(), keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4))
+    def late_answer(self, data: st.DataObject, keys: list[ChunkKey]) -> None:
+        self.rig.absorb_stale(self.draw_level(data), keys)
+
     @rule()
     def refresh(self) -> None:
         rig = self.rig

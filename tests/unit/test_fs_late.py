@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.fs_kit import (
+    LONGEST,
+    NAMESPACE,
     _mount,
+    capacity_for,
     chunk_of,
     fetch,
     first_batches,
@@ -23,8 +27,10 @@ from tests.fs_kit import (
     store,
     write,
 )
+from tierkv import Chunk, ChunkKey, Event, EventKind, Level, MemoryTier, TieredCache, _driver
+from tierkv.policies import LRU
 from tierkv.tiers.fs import FSTier
-from tierkv.types import Reason, Status
+from tierkv.types import Found, Reason, Status
 
 pytestmark = pytest.mark.timeout(60)
 K = key_of(0)
@@ -121,3 +127,70 @@ async def test_a_probe_that_outlasts_the_scan_does_not_bring_back_what_was_delet
         assert await probe == [None]
         assert tier.usage()["n_chunks"] == n_on_disk(root) == 1
         assert {found.key for found in await first_batches(tier)} >= {key_of(1)}
+
+
+class LateTier(FSTier):
+    """The first answer of one verb is told once the gate is open."""
+
+    def __init__(self, late: str, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.gate, self.answered = asyncio.Event(), asyncio.Event()
+        self._late = late
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> Sequence[Found | None]:
+        answers = await super().probe(keys)
+        await self._pass("probe")
+        return answers
+
+    async def scan(self) -> AsyncIterator[Sequence[Found]]:
+        async for found in super().scan():
+            await self._pass("scan")
+            yield found
+
+    async def _pass(self, verb: str) -> None:
+        if verb == self._late and not self.answered.is_set():
+            self.answered.set()
+            await self.gate.wait()
+
+
+class OneByOne:
+    """A token a chunk, without parents."""
+
+    chunk_nbytes = LONGEST
+
+    def chunks(self, tokens: Sequence[int], *, extra: bytes = b"") -> Sequence[Chunk]:
+        return [chunk_of(token, end_token=place + 1) for place, token in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("late", ["probe", "scan"])
+async def test_an_answer_older_than_a_deletion_acknowledges_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """A chunk is found twice: the second answer comes first, the chunk is deleted, then the first answer arrives.
+
+    A stored event after that would promise a chunk that nobody has.
+    """
+    monkeypatch.setattr(_driver, "_PROBE_S", 30.0)
+    async with opened(root, n_chunks=4) as before:
+        await store(before, chunk_of(0), chunk_of(1))
+        kill(before)
+    listing = threading.Event()
+    tier = LateTier(late, root, capacity=capacity_for(4), min_free=0, _scan_gate=lambda *_: listing.wait(30))
+    events: list[Event] = []
+    levels = [Level(MemoryTier(name="primary"), LRU(), capacity="1MiB"), Level(tier, LRU())]
+    async with TieredCache(chunker=OneByOne(), namespace=NAMESPACE, levels=levels, on_event=events.append) as cache:
+        driver = cache._opened()
+        if late == "scan":
+            listing.set()
+        first = asyncio.ensure_future(cache.lookup([0])) if late == "probe" else None
+        await asyncio.wait_for(tier.answered.wait(), 30)
+        assert (await cache.lookup([0])).n_tokens == 1
+        await cache.delete([chunk_of(0)])
+        assert await driver.until(lambda: not tier.owns(K) and driver.hierarchy.is_quiet, 30)
+        listing.set()
+        tier.gate.set()
+        if first is not None:
+            assert (await first).n_tokens == 0
+        assert await driver.until(lambda: any(event.chunk.key == key_of(1) for event in events), 30)
+        assert [event.kind for event in events if event.chunk.key == K] == [EventKind.STORED, EventKind.REMOVED]
+        assert (await cache.lookup([0])).n_tokens == 0

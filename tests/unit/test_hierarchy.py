@@ -537,6 +537,25 @@ def test_what_another_owner_wrote_is_read_and_never_evicted() -> None:
     assert ledger.foreign_nbytes == 0 and ledger.ready_nbytes + ledger.free_nbytes == 2 * SLOT
 
 
+def test_an_answer_that_is_older_than_a_deletion_brings_nothing_back() -> None:
+    """A probe saw a chunk that was evicted and deleted before its answer came: nobody is told that it is there."""
+    medium: set[ChunkKey] = set()
+    h = over(2, disk(2, owns=medium.__contains__))
+    [k] = chain("k", 1)
+    medium.add(k.key)
+    answer = [Found(k.key, SLOT)]
+    h.absorb(1, answer)
+    h.delete(names([k]))
+    h.absorb(1, answer)  # on its way out: it stays so
+    run(h)
+    medium.remove(k.key)
+    h.take_events()
+    h.absorb(1, answer)
+    assert not h.take_events() and h.find(k.key) == ABSENT and h.at_rest
+    h.absorb(1, [Found(k.key, SLOT, owned=False)])
+    assert h.find(k.key) == 1, "another owner's is not the tier's to own"
+
+
 def test_an_unsettled_key_asks_for_a_probe() -> None:
     """A key that no ledger knows is a miss only if the tiers are sure."""
     h = over(2, disk(settled=lambda key: key == b"sure"))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Seque
 from enum import Enum
 from typing import Any, Final, NamedTuple, Self, cast
 
-from tierkv.protocols import Bounded, Charging, HostTier, ScanTier, Tier, TierContext
+from tierkv.protocols import Bounded, Charging, HostTier, Owning, ScanTier, Tier, TierContext
 from tierkv.testing._gate import Gate
 from tierkv.types import Chunk, ChunkKey, Found, Outcome, Reason, Status
 
@@ -207,6 +207,13 @@ class _Host:
         return cast("memoryview", self.inner.slot_view(slot))
 
 
+class _Owning:
+    inner: Any
+
+    def owns(self, key: ChunkKey) -> bool:
+        return bool(self.inner.owns(key))
+
+
 class _Scan:
     inner: Any
     _run: Callable[..., Awaitable[object]]
@@ -232,7 +239,13 @@ class _Scan:
         await self._run("save_order", lambda: self.inner.save_order(chunks))
 
 
-_CAPABILITIES: Final[dict[type, type]] = {HostTier: _Host, Charging: _Charging, Bounded: _Bounded, ScanTier: _Scan}
+_CAPABILITIES: Final[dict[type, type]] = {
+    HostTier: _Host,
+    Charging: _Charging,
+    Bounded: _Bounded,
+    ScanTier: _Scan,
+    Owning: _Owning,
+}
 
 
 def _reshaped(does: Does, answers: Any) -> object:

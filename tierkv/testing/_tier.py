@@ -9,7 +9,7 @@ from typing import Any, Final
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tierkv.protocols import Bounded, Charging, HostTier, ScanTier
+from tierkv.protocols import Bounded, Charging, HostTier, Owning, ScanTier
 from tierkv.testing import _tier_capabilities as capabilities
 from tierkv.testing import _tier_rules as rules
 from tierkv.testing._policy import quiet
@@ -47,6 +47,7 @@ _BY_CAPABILITY: Final[dict[type, tuple[_Check, ...]]] = {
         capabilities.a_scan_ends_with_its_tier,
         capabilities.namespaces_are_apart,
     ),
+    Owning: (capabilities.what_is_owned_is_there,),
 }
 _VERIFYING: Final[tuple[_Check, ...]] = (capabilities.damage_is_never_served,)
 

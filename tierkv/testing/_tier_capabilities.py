@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tierkv.testing._keys import payload
@@ -174,6 +174,24 @@ async def a_probe_finds_what_a_scan_has_not(bench: Bench) -> None:
         await bench.expect(tier, *bench.chunks[:3])
     finally:
         await tier.aclose()
+
+
+async def what_is_owned_is_there(bench: Bench) -> None:
+    """Owning: a chunk is owned from its write, or from when it was announced, until it was deleted."""
+    gone, stay = bench.chunks[0], bench.chunks[1]
+    async with bench.opened() as tier:
+        await bench.write(tier, gone, stay)
+        _expect_owned(tier, {gone: True, stay: True})
+        await tier.delete([gone.key])
+        _expect_owned(tier, {gone: False, stay: True})
+    async with bench.opened() as tier, scanned(tier) as found:
+        await until(lambda: stay.key in {item.key for item in found}, "a scan announces every chunk that is there")
+        _expect_owned(tier, {gone: False, stay: True})
+
+
+def _expect_owned(tier: object, expected: Mapping[Chunk, bool]) -> None:
+    owned = {chunk: tier.owns(chunk.key) for chunk in expected}  # type: ignore[attr-defined]
+    require(owned == expected, "owns() says what is there", owned)
 
 
 async def a_scan_ends_with_its_tier(bench: Bench) -> None:

@@ -61,9 +61,9 @@ class FSTier:
     Raises:
         ConfigError: a setting is wrong; nothing was created.
 
-    Concurrency: the async methods from one event loop, ``writable``, ``settled``, ``share_nbytes`` and ``counters``
-    from any thread. A buffer belongs to the tier until its call has returned, even if the call is cancelled. A batch is
-    spread over threads; one that names a key twice is done in order instead.
+    Concurrency: the async methods from one event loop, ``writable``, ``settled``, ``owns``, ``share_nbytes`` and
+    ``counters`` from any thread. A buffer belongs to the tier until its call has returned, even if the call is
+    cancelled. A batch is spread over threads; one that names a key twice is done in order instead.
     """
 
     def __init__(
@@ -232,6 +232,10 @@ class FSTier:
     def settled(self, key: ChunkKey) -> bool:
         mount = self._mount
         return mount is None or mount.lookups.settled(key)
+
+    def owns(self, key: ChunkKey) -> bool:
+        mount = self._mount
+        return mount is not None and key in mount.books
 
     async def scan(self) -> AsyncIterator[Sequence[Found]]:
         """Batches of at most 2,000, coldest first, once the start-up trim has ended; then adoptions until closed."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from tierkv._breaker import Traffic
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import Completion
-from tierkv.protocols import Admission, Bounded, Charging, Clock, EvictionPolicy, ScanTier, Tier
+from tierkv.protocols import Admission, Bounded, Charging, Clock, EvictionPolicy, Owning, ScanTier, Tier
 from tierkv.types import ChunkKey, Transfer, TransferKind
 from tierkv.vllm import _compat
 from tierkv.vllm._books import EpochHierarchy
@@ -80,6 +80,7 @@ class LowerLevel:
     """Openings in a row that failed."""
     retry_s: float = 5.0
     """Until a tier that could not be opened is tried again."""
+    owning: Owning | None = None
     bounded: Bounded | None = None
     charging: Charging | None = None
     """The latest tier that said what a chunk occupies; it answers for what it took even while another one opens."""
@@ -88,6 +89,7 @@ class LowerLevel:
         """Take another tier, or None."""
         self.tier = tier
         self.scan = tier if isinstance(tier, ScanTier) else None
+        self.owning = tier if isinstance(tier, Owning) else None
         self.bounded = tier if isinstance(tier, Bounded) else None
         self.charging = tier if isinstance(tier, Charging) else self.charging
 
@@ -104,6 +106,7 @@ class LowerLevel:
             charge=lambda nbytes: nbytes if self.charging is None else self.charging.charge_nbytes(nbytes),
             queue_nbytes=queue_nbytes,
             settled=lambda key: self.scan is None or self.scan.settled(key),
+            owns=lambda key: self.owning is None or self.owning.owns(key),
             writable=lambda: self.tier is not None and (self.scan is None or self.scan.writable),
             share=lambda: self.capacity_nbytes if self.bounded is None else self.bounded.share_nbytes(),
         )
