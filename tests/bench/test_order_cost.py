@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.bench.pairs import NOISE
 from tierkv.policies import ARC, FIFO, LFU, LRU, MQ, S3FIFO, SIEVE, TwoQ
 from tierkv.protocols import BatchEvicting
 from tierkv.types import Chunk, ChunkKey
@@ -23,8 +24,6 @@ N_ROUNDS = 3
 
 ONE = {"LRU": LRU, "FIFO": FIFO, "SIEVE": SIEVE}
 THREE = {"LFU": LFU, "ARC": ARC, "S3-FIFO": S3FIFO, "2Q": TwoQ, "MQ": MQ}
-NOISE = 1.6
-"""Both sides run in the same minute, not in the same cache: neighbours move a ratio by a fifth, machines by more."""
 LIMITS = {**dict.fromkeys(ONE, 1.0), **dict.fromkeys(THREE, 3.0)}
 
 CHUNKS = [Chunk(ChunkKey(i.to_bytes(16, "big"))) for i in range(2 * N_SLOTS)]
