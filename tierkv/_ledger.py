@@ -46,8 +46,7 @@ class Ledger:
     ) -> None:
         self.name = name
         self.capacity_nbytes = capacity_nbytes if n_slots is None else n_slots * slot_nbytes
-        self.pending_nbytes = 0
-        self.ready_nbytes = 0
+        self.pending_nbytes = self.ready_nbytes = 0
         self.quarantined_nbytes = self.foreign_nbytes = self.held_nbytes = 0
         self.n_pending = self.n_held = self.n_foreign = 0
         self._admission = admission
@@ -111,9 +110,8 @@ class Ledger:
 
     def expired(self, entry: Entry) -> bool:
         """True if the policy lets chunks expire and this READY one has: it answers a miss."""
-        return (
-            self._expiring is not None and entry.state is READY and entry.owned and self._expiring.expired(entry.chunk)
-        )
+        expiring = self._expiring
+        return expiring is not None and entry.state is READY and entry.owned and expiring.expired(entry.chunk)
 
     # -- entering -----------------------------------------------------------------------------------------------
 
@@ -121,10 +119,9 @@ class Ledger:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
         index, slots = self._index, self._slots
         taken = slots.fill(chunks) if slots is not None else self._fitting(chunks)
-        n = len(taken)
+        n, n_before = len(taken), len(index)
         if not n:
             return taken
-        n_before = len(index)
         for entry in taken:
             index[entry.key] = entry
         assert len(index) == n_before + n, "a key is reserved once"
@@ -132,6 +129,15 @@ class Ledger:
         self.pending_nbytes += n * slots.slot_nbytes if slots is not None else self._charged(taken)
         self._order.insert(taken, chunks if n == len(chunks) else chunks[:n])
         return taken
+
+    def reserve_one(self, chunk: Chunk) -> Entry:
+        """:meth:`reserve` for one chunk while a slot is free, and its key is not in the index."""
+        assert self._slots is not None and chunk[0] not in self._index, "a key is reserved once"
+        entry = self._index[chunk[0]] = self._slots.fill_one(chunk)
+        self.n_pending += 1
+        self.pending_nbytes += entry.charge_nbytes
+        self._order.insert((entry,), (chunk,))
+        return entry
 
     def _fitting(self, chunks: Iterable[Chunk]) -> list[Entry]:
         """Entries for the leading chunks that fit into the free bytes."""
@@ -275,14 +281,8 @@ class Ledger:
         try:
             for key in order:
                 entry = index[key]
-                taken: bool | None = False
-                if (
-                    entry.state is READY
-                    and not entry.holds
-                    and key not in protect
-                    and (not blocked or key not in blocked)
-                ):
-                    taken = accept is None or accept(entry)
+                may = entry.state is READY and not entry.holds and key not in protect and key not in blocked
+                taken = may and (accept is None or accept(entry))
                 if taken:
                     chosen.append(entry)
                     gained += entry.charge_nbytes

@@ -41,18 +41,25 @@ class Room(Flow):
             return None
         n_chunks, primary = len(chunks), self.primary
         if n_chunks == 1:
-            key, _, _, _, longest_nbytes, _, _ = chunks[0]
-            if self._get(key) is not None:
-                return None
-        else:
-            longest_nbytes = max([chunk[_NBYTES] for chunk in chunks])
-            if not primary.lacks({chunk[0] for chunk in chunks}, n_chunks):
-                return None
+            entry = self.offer_one(chunks[0], shielded)
+            return None if entry is None else [entry]
+        longest_nbytes = max([chunk[_NBYTES] for chunk in chunks])
+        if not primary.lacks({chunk[0] for chunk in chunks}, n_chunks):
+            return None
         n_short = n_chunks - len(self._free_slots)
         if longest_nbytes > self._slot_nbytes or (n_short > 0 and not self._make_way(chunks, n_short, shielded)):
             return None
         self.levels[0].counts.offered += n_chunks
         return primary.reserve(chunks)
+
+    def offer_one(self, chunk: Chunk, shielded: Collection[ChunkKey]) -> Entry | None:
+        """:meth:`offer_new` for one chunk: what a request in pieces of 1 pays each time."""
+        if not self._undemanding or self._get(chunk[0]) is not None or chunk[_NBYTES] > self._slot_nbytes:
+            return None
+        if not (self._free_slots or self._make_way((chunk,), 1, shielded)):
+            return None
+        self.levels[0].counts.offered += 1
+        return self.primary.reserve_one(chunk)
 
     def _make_way(self, wanted: Sequence[Chunk], n_short: int, shielded: Collection[ChunkKey]) -> bool:
         """Evict a few more than are in the way of new chunks. False: there are some who may not leave at once."""

@@ -49,6 +49,21 @@ class Slots:
             entries.append(entry)
         return entries
 
+    def fill_one(self, chunk: Chunk) -> Entry:
+        """:meth:`fill` for one chunk while a slot is free: what a request in pieces of 1 pays each time."""
+        entry = Entry.__new__(Entry)
+        entry.key = chunk[0]
+        entry.link = entry.heaped = None
+        entry.stamp = entry.n_children = entry.holds = 0
+        entry.held = entry.owned = entry.writing = True
+        entry.stored = entry.promoted = entry.demote_refused = False
+        entry.chunk = chunk
+        entry.charge_nbytes = self.slot_nbytes
+        entry.state = PENDING
+        entry.slot = self.free.pop()
+        self.generation = entry.generation = self.generation + 1
+        return entry
+
     def give_back(self, entries: Iterable[Entry]) -> None:
         """Nothing touches these any more."""
         self.free += [entry.slot for entry in entries]

@@ -133,14 +133,14 @@ MUTANTS = [
     Mutant(
         "a pending chunk is a victim",
         LEDGER,
-        "                    entry.state is READY\n                    and not entry.holds\n",
-        "                    not entry.holds\n",
+        "may = entry.state is READY and not entry.holds and ",
+        "may = not entry.holds and ",
     ),
     Mutant(
         "a held chunk is a victim",
         LEDGER,
-        "                    entry.state is READY\n                    and not entry.holds\n",
-        "                    entry.state is READY\n",
+        "may = entry.state is READY and not entry.holds and ",
+        "may = entry.state is READY and ",
     ),
     Mutant(
         "the policy is not told of a hold",

@@ -84,8 +84,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def begins(self, key: ChunkKey) -> None:
         """A lifetime that is over says nothing of a chunk that is stored anew."""
-        if self.until_s.get(key, inf) <= self.clock.now:
+        if self.is_over(key):
             del self.until_s[key]
+
+    def is_over(self, key: ChunkKey) -> bool:
+        return self.until_s.get(key, inf) <= self.clock.now
 
     # -- rules --------------------------------------------------------------------------------------------------
 
@@ -99,7 +102,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 break
             free -= self.charge(chunk)
             expected.append(chunk)
-        taken = self.ledger.reserve(chunks)
+        alone = self.slotted and len(chunks) == 1 and expected
+        taken = [self.ledger.reserve_one(*chunks)] if alone else self.ledger.reserve(chunks)
         assert [entry.chunk for entry in taken] == expected
         for entry in taken:
             self.begins(entry.key)
@@ -164,7 +168,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def hint(self, keys: list[ChunkKey], hint: Hint) -> None:
         """Whatever state they are in; what is not here, not ours or over is ignored, and counted."""
         ours = {key for key in keys if key in self.lines and self.lines[key].owned}
-        over = {key for key in ours if self.until_s.get(key, inf) <= self.clock.now}
+        over = {key for key in ours if self.is_over(key)}
         assert all(self.ledger.expired(self.lines[key].entry) for key in over if self.lines[key].state is READY)
         answer = self.hints.give(keys, hint)
         assert answer == (len(ours - over), len(set(keys) - (ours - over)))
@@ -191,13 +195,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert sum(gained[:-1]) < enough or not gained, "no more than needed"
         if self.policy_name in {"lru", "lru_seats"}:
             ours = [key for key in sorted(stay) if key in self.lines and self.lines[key].owned]
-            assert not {up for key in ours for up in self.resident_ancestors(key)} & set(keys), "nor their ancestors"
+            kept = {up for key in ours for up in self.resident_ancestors(key) if not self.is_over(up)}
+            assert not kept & set(keys), "nor their ancestors, but for those whose lifetime is over: nobody finds them"
         if sum(gained) < enough:
             kept = {up for key in stay for up in ancestors(key)}
             idle = {key for key, line in self.lines.items() if line.owned} - kept
             assert idle <= set(keys), "nothing idle was overlooked"
         for entry in chosen:
-            self.leave(self.lines[entry.key], evicted=True)
+            self.leave(self.lines[entry.key], evicted=not self.is_over(entry.key))
 
     def resident_ancestors(self, key: ChunkKey) -> set[ChunkKey]:
         found: set[ChunkKey] = set()

@@ -79,8 +79,10 @@ class Rig:
 
     def spec(self, slots, groups=(), generation=None) -> SlotSpec:
         self.tickets += 1
-        tickets = [self.tickets] * len(slots)
-        return SlotSpec(slots, tickets, self.page.generation if generation is None else generation, groups)
+        tickets = (self.tickets,) * len(slots)
+        return SlotSpec(
+            tuple(slots), tickets, self.page.generation if generation is None else generation, tuple(groups)
+        )
 
     def status(self, slot: int, direction: Direction, ticket: int) -> CopyStatus:
         return self.page.status(slot, direction, ticket)
@@ -132,7 +134,7 @@ def test_ranks_write_side_by_side_and_nothing_old_is_left():
     """Two ranks share a dirty slot: each has its pages there; paddings and the slot's tail are zero."""
     rig = Rig(2, per_chunk=1)
     for worker in rig.workers:
-        worker.submit_store(1, blocks([9], [1, 0]), SlotSpec([3], [1], 0, [0]))
+        worker.submit_store(1, blocks([9], [1, 0]), SlotSpec((3,), (1,), 0, (0,)))
         assert finish(worker, 1)[1].success
     assert rig.status(3, Direction.STORE, 1) is CopyStatus.OK
     expected = np.zeros_like(rig.slots[3])
@@ -153,7 +155,7 @@ def test_private_pools_hold_one_ranks_bytes_each():
     page = ControlPage.private(n_ranks=2, n_slots=2)
     caches = caches_of(1)
     worker = open_worker(config, caches, pool=pool, page=page, shared=False)
-    worker.submit_store(1, blocks([9], [1, 0]), SlotSpec([1], [1]))
+    worker.submit_store(1, blocks([9], [1, 0]), SlotSpec((1,), (1,)))
     assert finish(worker, 1)[1].success
     assert bytes(pool.view(1)[:UNPADDED]) == caches.tensors[0].tensor[9, :UNPADDED].numpy().tobytes()
     assert page.status(1, Direction.STORE, 1) is CopyStatus.PENDING, "rank 0 has stamped nothing"
@@ -330,12 +332,12 @@ def test_canonical_pages_of_two_ranks_are_read_by_one():
 
     for rank in range(2):
         worker = worker_of(rank, 2, truth[:, :, :, rank * 25 : rank * 25 + 25].contiguous())
-        worker.submit_store(1, blocks([4, 7], [2, 0]), SlotSpec([5], [1]))
+        worker.submit_store(1, blocks([4, 7], [2, 0]), SlotSpec((5,), (1,)))
         assert finish(worker, 1)[1].success
         worker.shutdown()
     got = torch.zeros(2, N_BLOCKS, UNPADDED, dtype=torch.int8)
     worker = worker_of(0, 1, got)
-    worker.submit_load(1, SlotSpec([5], [1]), blocks([4, 7], [2, 0]))
+    worker.submit_load(1, SlotSpec((5,), (1,)), blocks([4, 7], [2, 0]))
     assert finish(worker, 1)[1].success
     worker.shutdown()
     pool.close()
@@ -363,7 +365,7 @@ def test_what_cannot_be_copied_is_refused_at_start(config, caches, shared, says)
 
 def test_a_spec_travels_between_processes():
     """The scheduler pickles it for every worker."""
-    spec = pickle.loads(pickle.dumps(SlotSpec([3, 1], (5, 6), 77, [0, 1])))
+    spec = pickle.loads(pickle.dumps(SlotSpec((3, 1), (5, 6), 77, (0, 1))))
     assert (spec.slots, spec.tickets, spec.generation, spec.groups) == ((3, 1), (5, 6), 77, (0, 1))
 
 

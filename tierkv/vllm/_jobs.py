@@ -72,27 +72,27 @@ class Jobs:
         self, entries: Sequence[Entry], request: Request, generation: int
     ) -> tuple[list[ChunkKey], SlotSpec]:
         """Draw a ticket for a store into reserved slots; ``entries`` in the order of the keys that vLLM will copy."""
+        if len(entries) == 1:
+            return [entries[0].key], self.open_store_of_one(entries[0], request, generation)
         ticket, group = next(self._tickets), self._only_group
-        name: _Name
-        slots: tuple[int, ...]
-        tickets: tuple[int, ...]
-        if len(entries) == 1:  # what a request in pieces of 1 pays each time
-            entry = entries[0]
-            name, keys, slots, tickets = entry.key, [entry.key], (entry.slot,), (ticket,)
-        else:
-            keys, slots = [entry.key for entry in entries], tuple([entry.slot for entry in entries])
-            name, tickets = frozenset(keys), (ticket,) * len(slots)
-        groups = [entry.chunk.group for entry in entries] if group is None else (group,) * len(slots)
-        self._stores[name] = _make_job(StoreJob, (ticket, entries, slots, request))
-        return keys, SlotSpec(slots, tickets, generation, groups)
+        keys, slots = [entry.key for entry in entries], tuple([entry.slot for entry in entries])
+        groups = tuple([entry.chunk.group for entry in entries]) if group is None else (group,) * len(slots)
+        self._stores[frozenset(keys)] = StoreJob(ticket, entries, slots, request)
+        return keys, SlotSpec(slots, (ticket,) * len(slots), generation, groups)
+
+    def open_store_of_one(self, entry: Entry, request: Request, generation: int) -> SlotSpec:
+        """:meth:`open_store` for one entry: what a request in pieces of 1 pays each time."""
+        ticket, slots = next(self._tickets), (entry.slot,)
+        self._stores[entry.key] = _make_job(StoreJob, (ticket, (entry,), slots, request))
+        return SlotSpec(slots, (ticket,), generation, (entry.chunk[2],))
 
     def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
         ticket, group = next(self._tickets), self._only_group
         self._hierarchy.primary.hold(*entries)
         self._loads.setdefault(_name(keys), []).append(LoadJob(ticket, entries))
-        slots = [entry.slot for entry in entries]
-        groups = [entry.chunk.group for entry in entries] if group is None else (group,) * len(slots)
+        slots = tuple([entry.slot for entry in entries])
+        groups = tuple([entry.chunk.group for entry in entries]) if group is None else (group,) * len(slots)
         return SlotSpec(slots, (ticket,) * len(slots), generation, groups)
 
     # -- end ----------------------------------------------------------------------------------------------------

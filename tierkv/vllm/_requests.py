@@ -118,6 +118,19 @@ class ChunkMaker:
                 tails[group_id] = (before, parent)
         return chunks
 
+    def make_one(self, key: ChunkKey, request: Request) -> Chunk:
+        """:meth:`make` for one key where there is one group: what a request in pieces of 1 pays each time."""
+        assert self._only is not None
+        group_id, _, sliding, nbytes = self._only
+        end = (request.position or _call_order(request, self))(key) or 0
+        parent = None
+        if not sliding:
+            before, parent = request.tails.get(group_id, _NO_TAIL)
+            if before >= end:
+                parent = None
+            request.tails[group_id] = (end, key)
+        return _make_chunk(Chunk, (key, parent, group_id, end, nbytes, request.tenant, False))
+
     def _runs(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[Group, Iterable[ChunkKey]]]:
         for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
             yield self._groups[suffix], run

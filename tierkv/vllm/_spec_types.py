@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vllm.v1.kv_offload.base import LoadStoreSpec
@@ -27,12 +26,12 @@ class SlotSpec(LoadStoreSpec):
     __slots__ = ("generation", "groups", "slots", "tickets")
 
     def __init__(
-        self, slots: Sequence[int], tickets: Sequence[int], generation: int = 0, groups: Sequence[int] = ()
+        self, slots: tuple[int, ...], tickets: tuple[int, ...], generation: int = 0, groups: tuple[int, ...] = ()
     ) -> None:
-        self.slots = tuple(slots)
-        self.tickets = tuple(tickets)
+        self.slots = slots
+        self.tickets = tickets
         self.generation = generation
-        self.groups = tuple(groups)
+        self.groups = groups
 
     def __repr__(self) -> str:
         return f"SlotSpec(slots={self.slots}, tickets={self.tickets}, generation={self.generation})"

@@ -155,6 +155,9 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """
         request = self._latest if req_context is self._latest_context else self._request(req_context)
         page = self._joined or self._join()
+        if len(keys) == 1 and not self._many_groups and page is not None and request.hole is None:
+            (key,) = keys
+            return self._prepare_one(key, request, page)
         chunks = self._maker.make(keys, request)
         if page is None:
             self._refuse(chunks, Reason.CLOSED)
@@ -164,6 +167,28 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         entries: Sequence[Entry] | None = None
         if not self._many_groups:
             entries = self.hierarchy.offer_new(chunks, self._answered)
+        return self._prepared(keys, chunks, entries, request, page)
+
+    def _prepare_one(self, key: ChunkKey, request: Request, page: ControlPage) -> PrepareStoreOutput:
+        """One chunk, new and with room for it: the usual case where requests come in pieces of 1, cheaply."""
+        chunk = self._maker.make_one(key, request)
+        entry = self.hierarchy.offer_one(chunk, self._answered)
+        if entry is None:
+            return self._prepared((key,), [chunk], None, request, page)
+        if chunk[3] > request.accessed_to.get(chunk[2], 0):
+            request.accessed_to[chunk[2]] = chunk[3]
+        self._metrics.allocations.append(1)
+        return PrepareStoreOutput([key], self._jobs.open_store_of_one(entry, request, page.generation), [])
+
+    def _prepared(
+        self,
+        keys: Collection[ChunkKey],
+        chunks: Sequence[Chunk],
+        entries: Sequence[Entry] | None,
+        request: Request,
+        page: ControlPage,
+    ) -> PrepareStoreOutput:
+        """Open a store of what was given room; offer the chunks where that takes more than free slots."""
         if entries is None:
             entries = self._offer(chunks, request)
         self._reached(request, chunks)
