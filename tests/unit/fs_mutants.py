@@ -137,6 +137,20 @@ MUTANTS = [
         "unit/test_fs_late.py",
     ),
     Mutant(
+        "what a probe enters beside the trim counts twice",
+        "_fs_scan.py",
+        "return self._without(listed, moved), counted_nbytes",
+        "return listed, counted_nbytes",
+        "unit/test_fs_late.py",
+    ),
+    Mutant(
+        "what is deleted beside the trim counts all the same",
+        "_fs_scan.py",
+        "if held is None and not self._books.is_gone(item.key, item.owner):",
+        "if held is None:",
+        "unit/test_fs_late.py",
+    ),
+    Mutant(
         "trim takes what a probe announced",
         "_fs_scan.py",
         "            if excess > 0 and self._books.claim(item.key, item.owner):",
@@ -314,8 +328,8 @@ MUTANTS = [
     Mutant(
         "probe believes a changed length",
         "_fs_lookup.py",
-        "if held is not None and held.nbytes == found.nbytes:",
-        "if held is not None:",
+        "if now is not None and now.nbytes == found.nbytes:",
+        "if now is not None:",
         "unit/test_fs_hostile.py",
     ),
     Mutant(

@@ -129,6 +129,56 @@ async def test_a_probe_that_outlasts_the_scan_does_not_bring_back_what_was_delet
         assert {found.key for found in await first_batches(tier)} >= {key_of(1)}
 
 
+async def test_a_probe_in_the_middle_of_the_trim_costs_no_chunk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full root is opened; between the list and the sum of what is counted a probe enters what is in both."""
+    async with opened(root, n_chunks=4) as before:
+        await store(before, *(chunk_of(i) for i in range(4)))
+        kill(before)
+    listing = threading.Event()
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(30)) as tier:
+        scanner, probe = _mount(tier).scanner, _mount(tier).lookups.probe
+        without, unseen = scanner._without, [key_of(i) for i in range(4)]
+
+        def and_a_probe(*args: Any) -> Any:
+            fresh = without(*args)
+            assert not unseen or probe([unseen.pop()]) != [None]
+            return fresh
+
+        monkeypatch.setattr(scanner, "_without", and_a_probe)
+        listing.set()
+        await scanned(tier)
+        assert len(unseen) < 4
+        assert tier.counters()["trimmed"] == 0
+        assert tier.usage()["n_chunks"] == n_on_disk(root) == 4
+        assert await fetch(tier, *(chunk_of(i) for i in range(4))) == [Status.OK] * 4
+        _mount(tier).books.check()
+
+
+async def test_a_deletion_in_the_middle_of_the_trim_counts_as_room(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was listed and is gone by the time of the sum is trimmed no more, and nothing is trimmed for it."""
+    async with opened(root, n_chunks=4) as before:
+        await store(before, *(chunk_of(i) for i in range(4)))
+        kill(before)
+    listing = threading.Event()
+    # A share of three chunks: one has to go, and one goes.
+    async with opened(root, n_chunks=3, wait=False, _scan_gate=lambda *_: listing.wait(30)) as tier:
+        scanner, operations = _mount(tier).scanner, _mount(tier).operations
+        without, unseen = scanner._without, [key_of(3)]
+
+        def and_a_deletion(*args: Any) -> Any:
+            fresh = without(*args)
+            if unseen:
+                operations.delete_some([unseen.pop()], {}, iter([0]))
+            return fresh
+
+        monkeypatch.setattr(scanner, "_without", and_a_deletion)
+        listing.set()
+        await scanned(tier)
+        assert tier.counters()["trimmed"] == 0
+        assert tier.usage()["n_chunks"] == n_on_disk(root) == 3
+        assert await fetch(tier, *(chunk_of(i) for i in range(3))) == [Status.OK] * 3
+
+
 class LateTier(FSTier):
     """The first answer of one verb is told once the gate is open."""
 

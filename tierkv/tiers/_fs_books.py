@@ -75,6 +75,8 @@ class Books:
         self._writing_nbytes = 0
         self._n_scans = 0
         self._gone: set[tuple[ChunkKey, str]] = set()
+        self._moved: set[ChunkKey] = set()
+        """Keys that got or lost a record, or their file, while a scan was under way, by others than the scan."""
         self._n_added = 0
         self.n_forgotten = 0
         """How often the removals during scans were forgotten: what was seen on the disk before that may be gone."""
@@ -171,6 +173,7 @@ class Books:
     def end_write(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None) -> Held | None:
         """The chunk is whole. Returns the key's earlier copy, charged on until ``abort_write`` of its bytes."""
         with self.lock:
+            self._note(key)
             replaced = self._drop(key)
             self._writing_nbytes += (0 if replaced is None else replaced.nbytes) - nbytes
             self._add(key, slot, nbytes, at)
@@ -188,6 +191,7 @@ class Books:
         with self.lock:
             if seen != self.n_forgotten and key not in self._records:
                 return None
+            self._note(key)
             return self._found(key, slot, owner, nbytes, at)
 
     def add_all(self, files: Iterable[tuple[ChunkKey, int, str, int, int | None]]) -> list[bool]:
@@ -199,8 +203,8 @@ class Books:
         """The key's chunk is gone. Returns what it was, None if unknown, or if it is not ``only`` but a newer one."""
         with self.lock:
             held = self._drop(key) if only is None or self.get(key) == only else None
-            if held is not None and self._n_scans:
-                self._gone.add((key, owner))
+            if held is not None:
+                self._note(key, gone_from=owner)
             return held
 
     def claim(self, key: ChunkKey, owner: str) -> bool:
@@ -208,9 +212,17 @@ class Books:
         with self.lock:
             if key in self._records:
                 return False
-            if self._n_scans:
-                self._gone.add((key, owner))
+            self._note(key, gone_from=owner)
             return True
+
+    def weigh(self) -> tuple[int, set[ChunkKey]]:
+        """``counted_nbytes``, and what got or lost a record since the scans under way began, as of one instant."""
+        with self.lock:
+            return self.counted_nbytes, set(self._moved)
+
+    def is_gone(self, key: ChunkKey, owner: str) -> bool:
+        """Whether an owner's chunk was removed while a scan was under way."""
+        return (key, owner) in self._gone
 
     @property
     def is_scanning(self) -> bool:
@@ -228,6 +240,7 @@ class Books:
             self.adopting_nbytes -= adopted_nbytes
             if not self._n_scans:
                 self._gone.clear()
+                self._moved.clear()
                 self.n_forgotten += 1
 
     def add_leaver(self, leaver: Leaver, *, first: bool = False) -> None:
@@ -250,6 +263,13 @@ class Books:
             assert pages * PAGE_NBYTES == self._files_nbytes
             assert sum(leaver.nbytes for leaver in self.leavers) == self._leavers_nbytes
             assert self._writing_nbytes >= 0 and self.idle_nbytes >= 0
+
+    def _note(self, key: ChunkKey, *, gone_from: str | None = None) -> None:
+        """For the scans that are under way: what they have listed of this key is no longer news."""
+        if self._n_scans:
+            self._moved.add(key)
+            if gone_from is not None:
+                self._gone.add((key, gone_from))
 
     def _found(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None) -> Held | None:
         if self._gone and (key, owner) in self._gone:

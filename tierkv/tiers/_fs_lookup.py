@@ -12,7 +12,7 @@ from tierkv.tiers._fs_format import leaf_of
 from tierkv.tiers._fs_io import Identity, Tally
 from tierkv.tiers._fs_owners import Seat
 from tierkv.tiers._fs_scan import Scanner
-from tierkv.tiers._fs_store import Store
+from tierkv.tiers._fs_store import Seen, Store
 from tierkv.types import ChunkKey, Found
 
 _log = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class Lookups:
             found = self._store.look(key, owner, held)
             slot = self._seat.slot_of(owner)
             if found is None:
-                self._forget(key, owner, held, "vanished")
+                self._forget(key, owner, held)
             elif found.damage is not None:
-                self._forget(key, owner, held, found.damage)
+                self._put_away(key, owner, held, found, found.damage)
             elif slot is None:
                 if self._shunned.get((key, owner)) != found.identity:
                     return Found(key, found.nbytes, owned=False)
@@ -105,23 +105,26 @@ class Lookups:
                 if now is not None and now.nbytes == found.nbytes:
                     return Found(key, found.nbytes)
                 if now is not None:
-                    self._forget(key, owner, now, "corrupt")  # somebody changed its length
+                    self._put_away(key, owner, now, found, "corrupt")  # somebody changed its length
         return None
 
-    def _forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:
-        """There is no chunk at this path. If it is one of ours, put away what is there instead."""
+    def _put_away(self, key: ChunkKey, owner: str, held: Held | None, found: Seen, why: str) -> None:
+        """What lies at this path is no chunk. If the path is ours it goes, unless a write has replaced it by now."""
         if self._seat.slot_of(owner) is None:
             return
-        if why != "vanished":
-            try:
-                self._store.remove(key, owner, held)
-            except OSError as error:
-                _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
-        known = held is not None and self._books.drop(key, owner, held) is not None
-        if known and held is not None:
+        try:
+            self._store.remove(key, owner, held, identity=found.identity)
+        except OSError as error:
+            _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
+        if held is not None and self._books.drop(key, owner, held) is not None:
             self._store.reclaim(owner, held)
-        if known or why != "vanished":
-            self._tally.add(why)
+        self._tally.add(why)
+
+    def _forget(self, key: ChunkKey, owner: str, held: Held | None) -> None:
+        """There is nothing at this path. If we thought that a chunk of ours was there, and still do, it vanished."""
+        if held is not None and self._books.drop(key, owner, held) is not None:
+            self._store.reclaim(owner, held)
+            self._tally.add("vanished")
 
     def _remember_absent(self, key: ChunkKey) -> None:
         if self._books.is_scanning:

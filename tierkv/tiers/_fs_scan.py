@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final, cast
 
 from tierkv.errors import TierError
@@ -127,7 +128,6 @@ class Scanner:
             else:
                 leavers += self._list_other(lister, namespace)
         leavers.sort()
-        listed = self._without_known(listed)
         limit_nbytes = self._books.limit_nbytes
         if trusted is not None:
             listed, leavers = self._settle_trust(trusted, listed, leavers)
@@ -250,16 +250,29 @@ class Scanner:
                 del left[wanted]
                 yield wanted
 
-    def _without_known(self, listed: list[Listed]) -> list[Listed]:
-        """Leave out what a probe has counted already, and put away second copies of what we hold under another id."""
-        if not len(self._books):
+    def _weigh(self, listed: list[Listed]) -> tuple[list[Listed], int]:
+        """What of a list the books do not count, and what they count in bytes, both as of one instant.
+
+        Probes go on: what one of them enters in between would be counted twice, and another chunk be trimmed for it.
+        """
+        listed = self._without(listed, self._books)
+        counted_nbytes, moved = self._books.weigh()
+        return self._without(listed, moved), counted_nbytes
+
+    def _without(self, listed: list[Listed], known: Books | AbstractSet[ChunkKey]) -> list[Listed]:
+        """Leave out what is counted or removed already, and put away a second copy of it under another id of ours."""
+        if not len(known):
             return listed
         fresh = []
         for item in listed:
-            held, slot = self._books.get(item.key), self._seat.slot_of(item.owner)
-            if held is None or slot is None:
+            slot = self._seat.slot_of(item.owner)
+            if slot is None or item.key not in known:
                 fresh.append(item)
-            elif (held.slot, held.at) != (slot, item.at):
+                continue
+            held = self._books.get(item.key)
+            if held is None and not self._books.is_gone(item.key, item.owner):
+                fresh.append(item)  # what was removed is another owner's copy
+            elif held is not None and (held.slot, held.at) != (slot, item.at):
                 self._remove(item)
         return fresh
 
@@ -270,12 +283,12 @@ class Scanner:
 
         Returns what is ours.
         """
-        other_nbytes, excess = self._excess(trusted, listed, leavers)
+        listed, other_nbytes, excess = self._excess(trusted, listed, leavers)
         if excess > 0:
             for owner in trusted:
                 self._slabs.give_back_idle(owner)
             self._slabs.give_back(excess)
-            other_nbytes, excess = self._excess(trusted, listed, leavers)
+            listed, other_nbytes, excess = self._excess(trusted, listed, leavers)
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
         with_files = set()
@@ -293,8 +306,11 @@ class Scanner:
         ours = set(self._seat.held_ids())
         return [i for i in listed if i.owner in ours], [i for i in leavers if i.owner in ours]
 
-    def _excess(self, trusted: list[str], listed: list[Listed], leavers: list[Leaver]) -> tuple[dict[str, int], int]:
-        """What each dead owner occupies besides chunks, and what all of them and we hold beyond the root's room."""
+    def _excess(
+        self, trusted: list[str], listed: list[Listed], leavers: list[Leaver]
+    ) -> tuple[list[Listed], dict[str, int], int]:
+        """What of a list is not counted, what each dead owner occupies besides, and what exceeds the root's room."""
+        listed, counted_nbytes = self._weigh(listed)
         # Each gets room for an index as large as ours may be: whoever takes the id will set as much aside.
         besides_nbytes = {
             owner: PAGE_NBYTES
@@ -304,17 +320,18 @@ class Scanner:
         }
         # But no room for one that has no files, such as a newcomer that died before it had any: it ends.
         with_files = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
-        excess = self._books.counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
-        return besides_nbytes, excess + _total_nbytes(listed, leavers) - self._seat.room_nbytes()
+        excess = counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
+        return listed, besides_nbytes, excess + _total_nbytes(listed, leavers) - self._seat.room_nbytes()
 
     def _enter(self, listed: list[Listed], leavers: list[Leaver], limit_nbytes: int) -> None:
         """Trim ours to the limit, coldest first, then count what stays and announce it."""
         books = self._books
-        listed = self._without_known(listed)  # once more: probes go on
-        excess = _total_nbytes(listed, leavers) + books.counted_nbytes - limit_nbytes
+        listed, counted_nbytes = self._weigh(listed)
+        excess = _total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
         if excess > 0:
             self._slabs.give_back(excess)
-            excess = _total_nbytes(listed, leavers) + books.counted_nbytes - limit_nbytes
+            listed, counted_nbytes = self._weigh(listed)
+            excess = _total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
         for leaver in leavers:
