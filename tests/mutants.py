@@ -56,6 +56,7 @@ class Mutant(NamedTuple):
 
 
 LEDGER: Final = "tierkv/_ledger.py"
+SLOTS: Final = "tierkv/_slots.py"
 HIERARCHY: Final = "tierkv/_hierarchy.py"
 POLICIES: Final = "tierkv/policies/"
 ADMISSION: Final = "tierkv/admission.py"
@@ -81,9 +82,9 @@ OURS: Final = [
     ),
     Mutant(
         "capacity is off by one chunk",
-        LEDGER,
-        "            if free < 0:\n",
-        "            if free < -64:\n",
+        SLOTS,
+        "        if free_nbytes < 0:\n",
+        "        if free_nbytes < -64:\n",
         core.RUN,
     ),
     Mutant(

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 
 from tierkv._entry import GONE, PENDING, READY, Entry, State, of_its_tenant
 from tierkv._order import KeyedOrder, SeatedOrder
-from tierkv._slots import Slots
+from tierkv._slots import Slots, fitting
 from tierkv.protocols import Admission, EvictionPolicy, Expiring, Seating
 from tierkv.types import Chunk, ChunkKey
 
@@ -118,7 +118,7 @@ class Ledger:
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
         index, slots = self._index, self._slots
-        taken = slots.fill(chunks) if slots is not None else self._fitting(chunks)
+        taken = slots.fill(chunks) if slots is not None else fitting(chunks, self.free_nbytes, self.charge)
         n, n_before = len(taken), len(index)
         if not n:
             return taken
@@ -138,18 +138,6 @@ class Ledger:
         self.pending_nbytes += entry.charge_nbytes
         self._order.insert((entry,), (chunk,))
         return entry
-
-    def _fitting(self, chunks: Iterable[Chunk]) -> list[Entry]:
-        """Entries for the leading chunks that fit into the free bytes."""
-        taken: list[Entry] = []
-        free = self.free_nbytes
-        for chunk in chunks:
-            charge = self.charge(chunk)
-            free -= charge
-            if free < 0:
-                break
-            taken.append(Entry(chunk, charge, PENDING))
-        return taken
 
     def commit(self, entries: Sequence[Entry]) -> None:
         """The copies into these PENDING entries have ended well: they can be read."""

@@ -1,8 +1,8 @@
-"""The places of a slotted level: which are free, and how often each has been given out."""
+"""Entries for chunks that come in: in the places of a slotted level, or as many as fit into free bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tierkv._entry import PENDING, Entry
 from tierkv.types import Chunk
@@ -73,3 +73,17 @@ class Slots:
         used = [entry.slot for entry in entries]
         assert sorted(used + self.free) == list(range(self.n_slots)), "each slot is in one place"
         assert all(0 < entry.generation <= self.generation for entry in entries)
+
+
+def fitting(chunks: Iterable[Chunk], free_nbytes: int, charge: Callable[[Chunk], int]) -> list[Entry]:
+    """PENDING entries for the leading chunks that fit into the free bytes of a level without slots."""
+    taken: list[Entry] = []
+    nbytes, charge_nbytes = -1, 0
+    for chunk in chunks:
+        if chunk.nbytes != nbytes:  # mostly all are as long as the first, and to ask the tier is several calls
+            nbytes, charge_nbytes = chunk.nbytes, charge(chunk)
+        free_nbytes -= charge_nbytes
+        if free_nbytes < 0:
+            break
+        taken.append(Entry(chunk, charge_nbytes, PENDING))
+    return taken

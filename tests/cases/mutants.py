@@ -180,8 +180,8 @@ GUARDED: Final = [
     (
         "a refused write is not counted",
         FLOW,
-        "            level.counts.refuse(reason)\n            return None\n",
-        "            return None\n",
+        "            level.counts.refuse(reason)\n        return reason is None\n",
+        "            pass\n        return reason is None\n",
         _hunt("telling", "a32"),
     ),
     (

@@ -152,7 +152,7 @@ MUTANTS = [
         "a refusal is not counted",
         FLOW,
         "        if reason is not None:\n            level.counts.refuse(reason)\n",
-        "        if reason is not None:\n",
+        "",
     ),
     Mutant("a key given twice is counted once", HIERARCHY, "len(present) + n_twice", "len(present)"),
     Mutant(
@@ -189,8 +189,8 @@ MUTANTS = [
     Mutant(
         "a busy key is written again",
         FLOW,
-        "if chunk.key in level.leaving or chunk.key in level.waiting:",
-        "if chunk.key in level.waiting:",
+        "if chunk[0] in level.leaving or chunk[0] in level.waiting:",
+        "if chunk[0] in level.waiting:",
     ),
     Mutant(
         "a late success stays on the medium",

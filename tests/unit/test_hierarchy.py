@@ -14,7 +14,7 @@ import pytest
 from tierkv._breaker import Traffic
 from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import LevelPlan, Writes
+from tierkv._level import Flight, LevelPlan, Waiting, Writes
 from tierkv.policies import FIFO, LRU
 from tierkv.types import (
     Chunk,
@@ -822,8 +822,11 @@ def test_the_same_operations_have_the_same_victims(writes: Writes) -> None:
 
 
 def test_fields_by_number() -> None:
-    """Where every chunk of an offer comes by, its fields are read by number; these are their numbers."""
+    """Where every chunk comes by, fields are read by number and tuples made of all of them; these are their numbers."""
     assert Chunk._fields[:5] == ("key", "parent", "group", "end_token", "nbytes")
+    assert Transfer._fields == ("id", "kind", "chunk", "source", "target", "slot", "generation")
+    assert Waiting._fields == ("source_level", "source", "demote", "charge_nbytes")
+    assert Flight._fields == ("transfer", "source", "target", "demote")
 
 
 def test_an_offer_does_not_displace_its_parent() -> None:
