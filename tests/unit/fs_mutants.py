@@ -113,7 +113,7 @@ MUTANTS = [
         "_fs_books.py",
         "        if self._gone and (key, owner) in self._gone:\n            return None\n",
         "",
-        "unit/test_fs_scan.py",
+        "unit/test_fs_late.py",
     ),
     Mutant(
         "a late probe enters what was removed",

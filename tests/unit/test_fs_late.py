@@ -108,6 +108,48 @@ async def test_a_late_probe_does_not_forget_what_was_stored_again(root: Path, mo
         assert tier.counters()["vanished"] == 0
 
 
+async def test_a_probe_beside_the_scan_does_not_bring_back_what_was_deleted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen and deleted before the scan has come to it: neither the probe nor the scan makes a record of it."""
+    async with opened(root, n_chunks=4) as before:
+        await store(before, chunk_of(0), chunk_of(1))
+        kill(before)
+    gate = threading.Event()
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(30)) as tier:
+        look = Look(tier, monkeypatch)
+        probe = asyncio.ensure_future(tier.probe([K]))
+        await look.go()
+        await tier.delete([K])
+        look.tell()
+        assert await probe == [None]
+        assert not tier.owns(K)
+        gate.set()
+        await scanned(tier)
+        assert tier.usage()["n_chunks"] == n_on_disk(root) == 1
+
+
+async def test_a_deletion_between_the_trim_and_the_books_is_final(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the scan was about to enter is deleted: there is no record of it, and nobody hears of it."""
+    async with opened(root, n_chunks=4) as before:
+        await store(before, chunk_of(0), chunk_of(1))
+        kill(before)
+    listing = threading.Event()
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(30)) as tier:
+        scanner, operations = _mount(tier).scanner, _mount(tier).operations
+        trim = scanner._trim
+
+        def and_a_deletion(*args: Any) -> Any:
+            result = trim(*args)
+            operations.delete_some([K], {}, iter([0]))
+            return result
+
+        monkeypatch.setattr(scanner, "_trim", and_a_deletion)
+        listing.set()
+        assert {found.key for found in await first_batches(tier)} == {key_of(1)}
+        assert tier.usage()["n_chunks"] == n_on_disk(root) == 1
+
+
 async def test_a_probe_that_outlasts_the_scan_does_not_bring_back_what_was_deleted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
