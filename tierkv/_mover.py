@@ -13,7 +13,7 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tierkv._breaker import Breaker, Traffic
@@ -108,6 +108,8 @@ class Mover:
         """Of each level's reads, and of its writes and deletions."""
         self._unread: set[int] = set()
         """Copies between lower levels that never came to be written: they say nothing of the level below."""
+        self._reading: dict[int, tuple[Lane, Lane]] = {}
+        """Copies between lower levels that are being read: their own lane, and that of the source's reads."""
         self._running: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[Sequence[Outcome]]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -199,7 +201,7 @@ class Mover:
             left_s = batch[0].deadline - self._clock()
             done, _ = await asyncio.wait({call}, timeout=max(left_s, 0.0))
             if not done:
-                self._record(lane, success=False, deadline=True)
+                self._record(self._holding_up(lane, [t.id for t in transfers]), success=False, deadline=True)
                 for transfer in transfers:
                     self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE), ended=False)
             outcomes = await asyncio.shield(call)
@@ -214,6 +216,11 @@ class Mover:
             lane.n_running -= 1
             if not self._closed:
                 self._start(lane)
+
+    def _holding_up(self, lane: Lane, ids: Container[int]) -> Lane:
+        """Whose fault it is that these transfers of a lane are late: a copy may hang where it is read."""
+        reading = (reads for id_, (own, reads) in self._reading.items() if own is lane and id_ in ids)
+        return next(reading, lane)
 
     async def _call(self, transfers: Sequence[Transfer]) -> Sequence[Outcome]:
         """Run a batch of one kind and level."""
@@ -282,7 +289,9 @@ class Mover:
         async def to_write() -> Sequence[Outcome]:
             return await tiers[transfer.target].write([(transfer.chunk, buffer)])
 
+        self._reading[transfer.id] = self._lane(transfer.target, transfer.kind), reads
         (read,) = await self._guarded(to_read(), [transfer])
+        del self._reading[transfer.id]
         self._record(reads, success=_answered(read), error=read.error)
         if not read.ok:
             self._unread.add(transfer.id)
@@ -351,7 +360,7 @@ class Mover:
                 self._finish(transfer, _failed(transfer.chunk.key, Reason.DEADLINE))
                 expired += 1
             if expired:
-                self._record(lane, success=False, deadline=True)
+                self._record(self._holding_up(lane, self._reading), success=False, deadline=True)
         self._arm_sweep()
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cases.kit import turns_until
+from tests.cases.kit import turns_until, virtual_time
 from tests.fs_kit import LONGEST, STRIDE, chunk_of, payload_of, slots
-from tierkv import MemoryTier
+from tierkv import MemoryTier, MoverLimits
 from tierkv._breaker import Traffic
 from tierkv._mover import Completion, Mover
 from tierkv.protocols import TierContext
@@ -37,6 +37,43 @@ async def test_one_of_a_batch_between_lower_levels(verb: str, does: Does) -> Non
     there = await below.contains([chunk.key for chunk in chunks])
     done_after_all = verb == "write" and does is Does.SHORT
     assert there == [i != 4 or done_after_all for i in range(8)]
+    await mover.aclose()
+    for tier in (above, below):
+        await tier.aclose()
+
+
+@virtual_time
+async def test_who_hangs_when_read_is_not_who_hangs_when_written() -> None:
+    """Copies between lower levels whose source hangs: past the deadline its reads stop, and the level below goes on."""
+    above, below = FaultTier(MemoryTier(name="above")), MemoryTier(name="below")
+    ctx = TierContext(LONGEST, STRIDE, b"", 16 * STRIDE)
+    done: list[Completion] = []
+    told: list[tuple[int, Traffic, Traffic]] = []
+    for tier in (above, below):
+        await tier.open(ctx)
+    chunks = [chunk_of(i) for i in range(8)]
+    await above.write([(chunk, memoryview(payload_of(chunk.key, LONGEST))) for chunk in chunks])
+    above.faults.append(Fault("read", Does.HANG))
+    mover = Mover(
+        [MemoryTier(), above, below],
+        lambda _: slots(1)[0],
+        done.append,
+        on_breaker=lambda level, *, reads, writes: told.append((level, reads, writes)),
+        stride_nbytes=STRIDE,
+        limits=MoverLimits(deadline_s=0.2, breaker_cooldown_s=3600.0, n_batches=1, batch_nbytes=LONGEST),
+    )
+    mover.submit([Transfer(i, TransferKind.DEMOTE, chunk, 1, 2, None) for i, chunk in enumerate(chunks)])
+    await turns_until(lambda: len(done) == 8)
+    assert {each.outcome.reason for each in done} == {Reason.DEADLINE}
+    assert [each.ended for each in done].count(False) == 1, "one runs on, the others were in the queue"
+    assert told == [(1, Traffic.STOPPED, Traffic.FLOWS)]
+    above.faults.clear()
+    above.gate.open()
+    await turns_until(lambda: len(done) == 9)
+    assert done[-1].outcome.ok
+    mover.submit([Transfer(9, TransferKind.DEMOTE, chunks[1], 1, 2, None)])
+    await turns_until(lambda: len(done) == 10)
+    assert done[-1].outcome.ok
     await mover.aclose()
     for tier in (above, below):
         await tier.aclose()
