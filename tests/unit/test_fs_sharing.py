@@ -59,6 +59,7 @@ def _no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats come when a test says so; the dead are adopted at the next one unless a test says otherwise."""
     monkeypatch.setattr(_fs_mount, "HEARTBEAT_S", 3600.0)
     monkeypatch.setattr(_fs_owners, "ADOPT_AFTER_S", 0.0)
+    monkeypatch.setattr(_fs_owners, "FRESH_S", PATIENCE_S)
 
 
 async def newcomer(root: Path, n_chunks: int) -> FSTier:
@@ -449,7 +450,7 @@ async def test_who_goes_on_with_an_adopted_id_writes_under_it_only_after_its_sca
         try:
             kill(old)
             beat(new)
-            assert await asyncio.to_thread(held.wait, 30)
+            assert await asyncio.to_thread(held.wait, PATIENCE_S)
             assert own_id == _of(new)._seat.id != old_id
             await store(new, chunk_of(2))
             assert path_of(root, key_of(2), new).exists(), "under an id that nobody tidies up"

@@ -85,10 +85,10 @@ async def test_a_cancelled_wait_leaves_the_call_running(lane: Lane) -> None:
         ended.set()
 
     future = lane.run(call)
-    await asyncio.to_thread(started.wait, 10)
+    await asyncio.to_thread(started.wait, PATIENCE_S)
     future.cancel()
     release.set()
-    assert await asyncio.to_thread(ended.wait, 10)
+    assert await asyncio.to_thread(ended.wait, PATIENCE_S)
     assert await lane.run(int) == 0
 
 

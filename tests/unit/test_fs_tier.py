@@ -442,7 +442,7 @@ async def test_close_waits_for_calls_under_way_even_when_it_is_cancelled(
 
     monkeypatch.setattr(os, "pwritev", slow)
     writing = asyncio.ensure_future(write(tier, chunk_of(1)))
-    await asyncio.to_thread(stuck.wait, 20)
+    await asyncio.to_thread(stuck.wait, PATIENCE_S)
     closing = asyncio.ensure_future(tier.aclose())
     await asyncio.sleep(0)
     closing.cancel()

@@ -30,6 +30,7 @@ from tests.fs_kit import (
     store,
     write,
 )
+from tests.patience import PATIENCE_S
 from tests.toys import STRIDE, ToyChunker, buffers, payload, prompt
 from tierkv import CPUTier, Level, TieredCache
 from tierkv.cli import _root_clean
@@ -37,7 +38,7 @@ from tierkv.cli._main import _parser, main
 from tierkv.cli._root_clean import parse_age
 from tierkv.errors import ConfigError
 from tierkv.policies import LRU
-from tierkv.tiers import _fs_sweep
+from tierkv.tiers import _fs_inspect, _fs_owners, _fs_sweep
 from tierkv.tiers._fs_format import leaf_of, namespace_digest
 from tierkv.tiers._fs_garbage import Garbage, Wish
 from tierkv.tiers._fs_inspect import Root
@@ -306,13 +307,15 @@ async def test_without_flock_a_heartbeat_says_who_lives(
         raise OSError(errno.EOPNOTSUPP, "no flock")
 
     monkeypatch.setattr(fcntl, "flock", no_flock)
+    for module in (_fs_owners, _fs_inspect):
+        monkeypatch.setattr(module, "FRESH_S", PATIENCE_S)
     owner = await dead(root, 1)
     assert gc(root, capsys, "--capacity", "0")[0] == {}
     assert main(["wipe", str(root), "--yes"]) == 1
     lock = root / f"owner-{owner}.lock"
     page = OwnerPage.unpack(lock.read_bytes())
     assert page is not None
-    lock.write_bytes(OwnerPage(**{**page.__dict__, "heartbeat_s": time.time() - 11}).pack())
+    lock.write_bytes(OwnerPage(**{**page.__dict__, "heartbeat_s": time.time() - PATIENCE_S - 1}).pack())
     assert set(gc(root, capsys, "--capacity", "0")[0].values()) == {"over capacity"}
 
 
