@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Verbosity, settings
 
 from tests.leaks import Snapshot, wait_for_none
-from tests.patience import patient_probes
+from tests.patience import be_patient
 
 # No profile has a deadline: on a shared machine it measures the neighbours.
 settings.register_profile("dev", max_examples=100, deadline=None)
@@ -34,7 +34,7 @@ settings.register_profile(
 )
 settings.register_profile("debug", max_examples=10, deadline=None, verbosity=Verbosity.verbose)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
-patient_probes()
+be_patient()
 
 
 LONG_FOLDERS = {"property", "crash"}

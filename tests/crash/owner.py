@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.cases.kit import CHARGE, Ear, ear, fetch, forget_primary, store, turns_until
 from tests.fs_kit import OVERHEAD
-from tests.patience import PATIENCE_S, patient_probes
+from tests.patience import PATIENCE_S, be_patient
 from tests.toys import STRIDE, ToyChunker, prompt
 from tierkv import Event, Level, MemoryTier, MoverLimits, Reason, Status, TieredCache
 from tierkv.policies import LRU
@@ -117,5 +117,5 @@ async def main(root: str, n_chunks: str, number: str, what: str, *more: str) -> 
 
 
 if __name__ == "__main__":
-    patient_probes()
+    be_patient()
     asyncio.run(main(*sys.argv[1:]))

@@ -37,7 +37,7 @@ from typing import Any, Final, Self
 
 import pytest
 
-from tests.patience import PATIENCE_S, patient_probes
+from tests.patience import PATIENCE_S, be_patient
 
 HERE: Final = Path(__file__).parent
 REPOSITORY: Final = HERE.parents[1]
@@ -284,7 +284,7 @@ def run_here(target: str, args: str) -> None:
     """The child's side of :func:`in_child`: also there nothing may be left behind."""
     from tests.leaks import Snapshot, wait_for_none
 
-    patient_probes()
+    be_patient()
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(module), name)
     faults = Faults.attach()
