@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == HERE and item.path.name.startswith(ENGINES):
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # vLLM's and torch's
-            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.timeout(1200))
 
 
 def is_ours_in_shm(what: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Self
 from tests.vllm.model import FIRST_BYTE
 
 SHM = "/dev/shm"
-START_S = 240.0
+START_S = 500.0
 """What the slowest start of an engine may take on a loaded machine of two cores; half a minute is usual."""
 
 Prompt = list[int]
@@ -306,6 +306,9 @@ class EngineProcess:
 
 def main() -> None:
     task = json.loads(sys.stdin.readline())
+    from tests.vllm.ready import be_patient_with_vllm
+
+    be_patient_with_vllm()
 
     def report(**event: Any) -> None:
         print("@@" + json.dumps(event), flush=True)
@@ -320,6 +323,11 @@ def main() -> None:
     report(metrics=running.metrics())
     running.close()
 
+
+if __name__ == "__mp_main__":  # a core or a worker of such an engine, which vLLM has spawned
+    from tests.vllm.ready import be_patient_with_vllm
+
+    be_patient_with_vllm()
 
 if __name__ == "__main__":
     main()

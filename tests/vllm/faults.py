@@ -10,9 +10,11 @@ import time
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_S
 from tierkv.device import CopyBatch, CopyJob, Direction, TransferEngine, cpu
 from tierkv.device.lowering import DescriptorPool, Lowering
 from tierkv.tiers.fs import FSTier
+from tierkv.vllm._lookups import Lookups
 
 
 class InFlight:
@@ -20,17 +22,27 @@ class InFlight:
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
+        self.met = threading.Event()
+        """There were copies in both directions since :meth:`meet`."""
+        self.met.set()
         self._open: dict[Direction, int] = dict.fromkeys(Direction, 0)
         self._lock = threading.Lock()
+
+    def meet(self) -> None:
+        """From now on copies wait for one in the other direction, and then half a second longer."""
+        self.met.clear()
 
     def add(self, direction: Direction, n: int) -> None:
         with self._lock:
             self._open[direction] += n
+            if all(self._open.values()):
+                self.met.set()
 
-    @property
-    def both(self) -> bool:
-        with self._lock:
-            return all(self._open.values())
+    def wait(self) -> None:
+        """What a copy does first."""
+        waits = not self.met.is_set()
+        self.met.wait(PATIENCE_S)
+        time.sleep(0.5 if waits else self.delay_s)
 
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> InFlight:
@@ -39,7 +51,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> InFlight:
     in_flight = InFlight(delay_s)
 
     def slow(batch: CopyBatch) -> None:
-        time.sleep(in_flight.delay_s)
+        in_flight.wait()
         try:
             copy(batch)
         finally:
@@ -119,6 +131,18 @@ def slow_open(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
         await opening(self, ctx)
 
     monkeypatch.setattr(FSTier, "open", slow)
+
+
+def deferred(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Requests that were told to ask again later; grows."""
+    defer, asked = Lookups._defer, set[str]()
+
+    def watched(self, request, now, answer):
+        asked.add(request.req_id)
+        return defer(self, request, now, answer)
+
+    monkeypatch.setattr(Lookups, "_defer", watched)
+    return asked
 
 
 def hung_open(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -13,10 +13,10 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.patience import PATIENCE_S
 from tests.vllm.engine import START_S, arguments, engine_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PATIENT_S = 60.0
 
 
 def free_port() -> int:
@@ -38,7 +38,7 @@ def listening(endpoint, environment):
         assert process.stdout.readline() == f"listening at {endpoint}\n"
         yield process
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=PATIENT_S)
+        process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
     finally:
         process.kill()
@@ -47,7 +47,7 @@ def listening(endpoint, environment):
 
 def read_until(process, pattern):
     """Lines up to the first one that matches; what was sent before the engine ended may still be on its way."""
-    watchdog = threading.Timer(PATIENT_S, process.kill)
+    watchdog = threading.Timer(PATIENCE_S, process.kill)
     watchdog.start()
     try:
         lines = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.vllm.engine import EngineProcess, offloading, prompts, run_once
 
 PROMPTS = prompts()
@@ -20,7 +21,10 @@ def test_killed_in_mid_run_twice_and_served_from_disk(models, tmp_path):
     Killed twice, so that a reopened root is killed again; a last engine, in this process, ends well.
     """
     tier = {"type": "fs", "root_dir": str(tmp_path / "root")}
-    config = offloading("TieringOffloadingSpec", module=None, cpu_bytes_to_use=16 << 20, secondary_tiers=[tier])
+    config = offloading(
+        "TieringOffloadingSpec", module=None, cpu_bytes_to_use=16 << 20, lookup_deadline_s=PATIENCE_S,
+        secondary_tiers=[tier],
+    )  # fmt: skip
     expected = run_once(models(), PROMPTS).rounds[0].tokens
     for life in range(2):
         with EngineProcess(models(), PROMPTS, config, log=tmp_path / f"{life}.log", n_rounds=1_000) as running:

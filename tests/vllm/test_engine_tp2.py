@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.patience import PATIENCE_S
 from tests.vllm.engine import EngineProcess, Outcome, offloading, prompts, run_once
 
 PROMPTS = prompts(6)
@@ -30,7 +31,8 @@ def assert_tokens(outcome: Outcome, expected: list[list[int]]) -> None:
 
 
 def tiered(root, **extra) -> dict:
-    return offloading(cpu_bytes_to_use=PRIMARY_NBYTES, secondary_tiers=[{"type": "fs", "root_dir": str(root)}], **extra)
+    tiers = [{"type": "fs", "root_dir": str(root)}]
+    return offloading(cpu_bytes_to_use=PRIMARY_NBYTES, lookup_deadline_s=PATIENCE_S, secondary_tiers=tiers, **extra)
 
 
 def test_private_pools(models, tmp_path):

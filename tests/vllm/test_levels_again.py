@@ -105,8 +105,9 @@ def test_a_tier_that_could_not_be_opened_is_tried_again(tier):
         engine.close()
 
 
-def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier):
+def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier, monkeypatch):
     """Copies from before the reset hang: after the deadline another tier opens, and their late end touches nothing."""
+    monkeypatch.setattr("tierkv.vllm._loop._CLOSE_S", 0.3)
     clock = ManualClock()
     engine = _engine(tier, clock, transfer_deadline_s=30.0)
     try:

@@ -17,7 +17,7 @@ from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import keys_of, offloading_config
 from tests.vllm.own_spec_kit import GATE, HIT, MISS, PENDING, RETRY, ROW, GateTier, OwnSpec, fs, own_spec
 from tierkv.errors import ConfigError, TierError
-from tierkv.vllm import _identity
+from tierkv.vllm import _identity, secondary
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -272,9 +272,10 @@ def test_an_id_that_comes_again_owes_nothing(tmp_path):
         assert engine.tier._promises._n_promised == 0
 
 
-def test_retry_is_not_for_ever(tmp_path):
+def test_retry_is_not_for_ever(tmp_path, monkeypatch):
     """I3: a key that the scan has not told of yet is probed for, 100 ms at most, and then it is a miss."""
     keys = keys_of("a", 3)
+    monkeypatch.setattr(secondary, "_PROBE_S", 0.1)
     with own_spec(fs(tmp_path)) as engine:
         level = engine.ready().tier._level
         clock = [0.0]
