@@ -66,7 +66,7 @@ async def _one(cache: TieredCache, rng: random.Random, canaries: list[bytearray]
 async def _storm(seed: int, writes: Writes) -> None:
     rng = random.Random(seed)
     canaries: list[bytearray] = []
-    limits = MoverLimits(deadline_s=5.0)
+    limits = MoverLimits(deadline_s=PATIENCE_S)
     async with cache_of(ThreadTier(), n_slots=6, n_chunks=14, writes=writes, limits=limits) as cache:
         for branch in range(4):
             await cache.store(prompt(branch, 3), buffers(cache.chunks(prompt(branch, 3))))
@@ -146,7 +146,7 @@ async def test_a_cancelled_close_still_closes() -> None:
     async with cache:
         await cache.store(prompt(1), buffers(cache.chunks(prompt(1))))
         tier.gate = asyncio.Event()
-        closing = asyncio.create_task(cache.aclose(timeout_s=2))
+        closing = asyncio.create_task(cache.aclose(timeout_s=PATIENCE_S))
         await asyncio.sleep(0)
         closing.cancel()
         await asyncio.sleep(0)

@@ -121,7 +121,7 @@ async def opened(device: Device) -> AsyncIterator[TieredCache]:
     chunker = PrefixChunker(namespace=Namespace(model="toy"), tokens_per_block=PER_BLOCK, blocks_per_chunk=PER_CHUNK)
     stride = -(-device.port.chunk_nbytes // 4096) * 4096
     levels = [Level(CPUTier(), policy=LRU(), capacity=N_SLOTS * stride)]
-    limits = MoverLimits(deadline_s=5.0)
+    limits = MoverLimits(deadline_s=PATIENCE_S)
     async with TieredCache(chunker=chunker, levels=levels, device=device.port, limits=limits) as cache:
         yield cache
 
@@ -230,7 +230,7 @@ async def test_a_cache_closes_under_a_copy_that_runs() -> None:
         device.port.gate = asyncio.Event()
         call = asyncio.create_task(cache.store(tokens_of(1, 1), blocks))
         await device.port.submitted.wait()
-        closing = asyncio.create_task(cache.aclose(5.0))
+        closing = asyncio.create_task(cache.aclose(PATIENCE_S))
         await asyncio.sleep(0)
         assert not closing.done()
         device.port.gate.set()

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from tests.device.shapes import Copier, Shape, copier, dirty_slots
+from tests.patience import PATIENCE_S
 from tierkv.device import CopyJob, DeviceTier, Direction, HostSlots, cpu, open_runtime
 from tierkv.errors import ClosedError, TierError
 
 SHAPE = Shape([(64, 64)], [[0]], 2)
-DEADLINE_S = 10.0
+DEADLINE_S = PATIENCE_S
 
 
 @pytest.fixture

@@ -255,7 +255,7 @@ async def test_closing_does_not_wait_for_a_lost_catalogue(root: Path, monkeypatc
     tier = FSTier(root, capacity=capacity_for(20), min_free=0)
     await tier.open(context())
     closing = asyncio.create_task(tier.aclose())
-    assert await asyncio.to_thread(_mount(tier).scanner._stop.wait, 30)
+    assert await asyncio.to_thread(_mount(tier).scanner._stop.wait, PATIENCE_S)
     go_on.set()
     await closing
     assert len(read) <= 1

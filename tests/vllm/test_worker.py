@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from tests.device.shapes import DIRT
+from tests.patience import PATIENCE_S
 from tierkv.device import cpu
 from tierkv.device.runtime import DeviceLostError
 from tierkv.errors import TierError
@@ -28,7 +29,7 @@ from tierkv.vllm._spec_types import ChunkGeometry, SlotSpec
 from tierkv.vllm.worker import open_worker
 
 N_SLOTS, N_BLOCKS, PAGE, UNPADDED = 6, 16, 512, 500
-DEADLINE_S = 10.0
+DEADLINE_S = PATIENCE_S
 
 
 def config_of(rank: int = 0, n_ranks: int = 1, per_chunk: int = 2, *, canonical: bool = False, groups=(0, 3)):
