@@ -41,6 +41,7 @@ def layout(request: pytest.FixtureRequest) -> Iterator[str]:
 
 only_files = pytest.mark.parametrize("layout", ["files"], indirect=True)
 """For what is about one file a chunk."""
+only_slab = pytest.mark.parametrize("layout", ["slab"], indirect=True)
 
 
 @contextmanager

@@ -137,6 +137,20 @@ MUTANTS = [
         "unit/test_fs_late.py",
     ),
     Mutant(
+        "slab: a probe takes a slot that is being given up for nobody's",
+        "_fs_slabs.py",
+        "        if not slab.reclaim(held.at):\n            return False\n",
+        "        if not slab.reclaim(held.at):\n            return True\n",
+        "unit/test_fs_late.py",
+    ),
+    Mutant(
+        "slab: a deletion that finds no row loses the slot",
+        "_fs_ops.py",
+        'self._lookups.forget(key, owner, held, "vanished")\n            elif',
+        'self._books.drop(key, owner, held)\n                self._tally.add("vanished")\n            elif',
+        "unit/test_fs_slab.py",
+    ),
+    Mutant(
         "what a probe enters beside the trim counts twice",
         "_fs_scan.py",
         "return self._without(listed, moved), counted_nbytes",
@@ -321,7 +335,7 @@ MUTANTS = [
     Mutant(
         "probe leaves broken files uncounted",
         "_fs_lookup.py",
-        "                self._forget(key, owner, held, found.damage)",
+        "                self._put_away(key, owner, held, found, found.damage)",
         "                pass",
         "unit/test_fs_hostile.py property/test_fs_machine.py",
     ),

@@ -22,6 +22,7 @@ from tests.fs_kit import (
     kill,
     layout,  # noqa: F401
     n_on_disk,
+    only_slab,
     opened,
     scanned,
     store,
@@ -106,6 +107,33 @@ async def test_a_late_probe_does_not_forget_what_was_stored_again(root: Path, mo
         (outcome,) = await write(tier, chunk_of(1))
         assert outcome.reason is Reason.FULL, "the one place is taken"
         assert tier.counters()["vanished"] == 0
+
+
+@only_slab
+async def test_a_probe_beside_a_deletion_leaves_its_bytes_charged(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row is gone and the slot not idle yet: the chunk has not vanished, and what it occupies still counts."""
+    async with opened(root, n_chunks=2) as tier:
+        await store(tier, chunk_of(0))
+        slab = _mount(tier)._slabs.find(K, _mount(tier)._seat.id).slab
+        erase, erased, may = slab.erase, threading.Event(), threading.Event()
+
+        def slowly(*args: Any) -> bool:
+            done = bool(erase(*args))
+            erased.set()
+            assert may.wait(30)
+            return done
+
+        monkeypatch.setattr(slab, "erase", slowly)
+        used_nbytes = tier.usage()["used_nbytes"]
+        deletion = asyncio.ensure_future(tier.delete([K]))
+        assert await asyncio.to_thread(erased.wait, 30)
+        assert await tier.probe([K]) == [None]
+        assert tier.usage()["used_nbytes"] == used_nbytes
+        may.set()
+        await deletion
+        counters = tier.counters()
+        assert (counters["deleted"], counters["vanished"], tier.usage()["n_chunks"]) == (1, 0, 0)
+        assert tier.usage()["used_nbytes"] == used_nbytes, "the slot is idle, and keeps its blocks"
 
 
 async def test_a_probe_beside_the_scan_does_not_bring_back_what_was_deleted(

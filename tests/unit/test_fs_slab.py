@@ -271,15 +271,22 @@ async def test_a_row_that_is_none_is_cleared(root: Path) -> None:
         assert recount(root) <= capacity_for(3)
 
 
-async def test_a_row_that_somebody_cleared_is_a_chunk_that_vanished(root: Path) -> None:
+@pytest.mark.parametrize("noticed_by", ["read", "probe", "delete"])
+async def test_a_row_that_somebody_cleared_is_a_chunk_that_vanished(root: Path, noticed_by: str) -> None:
     """While we run: a miss, counted, and the slot is idle, not lost."""
     async with opened(root, n_chunks=1) as tier:
         await store(tier, chunk_of(1))
         berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._seat.id)
         berth.slab.catalogue.clear(berth.row.place)
-        assert await fetch(tier, chunk_of(1)) == [MISSING]
+        if noticed_by == "read":
+            assert await fetch(tier, chunk_of(1)) == [MISSING]
+        elif noticed_by == "probe":
+            assert await tier.probe([key_of(1)]) == [None]
+        else:
+            await tier.delete([key_of(1)])
         assert tier.counters()["vanished"] == 1 and tier.usage()["chunks_nbytes"] == 0
         await store(tier, chunk_of(2))
+        assert slab_of(tier).n_slots == 1, "in its slot"
         _mount(tier).books.check()
 
 

@@ -65,6 +65,13 @@ class Lookups:
         """The key was written: forget that it was absent."""
         self._absent.pop(key, None)
 
+    def forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:
+        """A chunk of ours is not where the books say, unless it is just being removed: then that does the rest."""
+        if held is None or self._books.get(key) != held or not self._store.reclaim(owner, held):
+            return
+        if self._books.drop(key, owner, held) is not None:
+            self._tally.add(why)
+
     def shun(self, key: ChunkKey, owner: str, identity: Identity) -> None:
         """A foreign file proved to be corrupt. It is not ours to remove, and must not be offered again."""
         if len(self._shunned) >= _MOST_SHUNNED:
@@ -89,7 +96,7 @@ class Lookups:
             found = self._store.look(key, owner, held)
             slot = self._seat.slot_of(owner)
             if found is None:
-                self._forget(key, owner, held)
+                self.forget(key, owner, held, "vanished")
             elif found.damage is not None:
                 self._put_away(key, owner, held, found, found.damage)
             elif slot is None:
@@ -104,27 +111,22 @@ class Lookups:
                     now = now if now == held else None
                 if now is not None and now.nbytes == found.nbytes:
                     return Found(key, found.nbytes)
-                if now is not None:
+                if now is not None and now.at is found.at is None:
                     self._put_away(key, owner, now, found, "corrupt")  # somebody changed its length
         return None
 
     def _put_away(self, key: ChunkKey, owner: str, held: Held | None, found: Seen, why: str) -> None:
-        """What lies at this path is no chunk. If the path is ours it goes, unless a write has replaced it by now."""
+        """What lies at this file's path is no chunk. If the path is ours it goes, unless another is there by now."""
         if self._seat.slot_of(owner) is None:
             return
         try:
-            self._store.remove(key, owner, held, identity=found.identity)
+            if not self._store.remove(key, owner, held, identity=found.identity):
+                return
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
-        if held is not None and self._books.drop(key, owner, held) is not None:
-            self._store.reclaim(owner, held)
+        if held is not None:
+            self._books.drop(key, owner, held)
         self._tally.add(why)
-
-    def _forget(self, key: ChunkKey, owner: str, held: Held | None) -> None:
-        """There is nothing at this path. If we thought that a chunk of ours was there, and still do, it vanished."""
-        if held is not None and self._books.drop(key, owner, held) is not None:
-            self._store.reclaim(owner, held)
-            self._tally.add("vanished")
 
     def _remember_absent(self, key: ChunkKey) -> None:
         if self._books.is_scanning:

@@ -97,11 +97,11 @@ class Operations:
             try:
                 self._store.read(key, owner, held, as_bytes(buffer), scratch, touch=ours)
             except FileNotFoundError:
-                self._forget(key, owner, held, "vanished")
+                self._lookups.forget(key, owner, held, "vanished")
             except NotRegularError:
                 if ours:
                     self._put_away(key, owner, held, None)
-                self._forget(key, owner, held, "not_regular")
+                self._lookups.forget(key, owner, held, "not_regular")
             except CorruptFileError as error:
                 return self._corrupt(key, owner, held, error)
             except (ChunkSizeError, OSError) as error:
@@ -220,9 +220,11 @@ class Operations:
                     errors[key] = error.with_traceback(None)
                     continue
                 removed = False  # a directory with something in it: ours is gone, and that is somebody's
-            if held is not None:
+            if not removed:
+                self._lookups.forget(key, owner, held, "vanished")
+            elif held is not None:
                 self._books.drop(key, owner, held)
-                self._tally.add("deleted" if removed else "vanished")
+                self._tally.add("deleted")
 
     def _corrupt(self, key: ChunkKey, owner: str, held: Held | None, error: CorruptFileError) -> Outcome:
         if self._seat.slot_of(owner) is None:
@@ -247,11 +249,6 @@ class Operations:
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, error)
             return None
-
-    def _forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:
-        if held is not None and self._books.drop(key, owner, held) is not None:
-            self._tally.add(why)
-            self._store.reclaim(owner, held)
 
 
 def as_bytes(buffer: memoryview) -> memoryview:

@@ -206,12 +206,19 @@ class Slabs:
             self._books.add_fixed(slab.slot_nbytes)  # it stays, so it counts, though nobody may use it
         return True
 
-    def reclaim(self, owner: str, held: Held) -> None:
-        """A slot of ours whose row somebody else cleared; its chunk is no longer charged."""
+    def reclaim(self, owner: str, held: Held) -> bool:
+        """A slot of ours whose row somebody else cleared is idle; the chunk is charged, too, until the caller drops it.
+
+        False if we cleared it ourselves: whoever did has yet to say that the slot is idle, and drops the chunk.
+        """
         slab = self.at(owner, held)
-        if slab is not None and held.at is not None and slab.reclaim(held.at):
-            self._books.add_idle(slab.slot_nbytes)
-            slab.release(held.at)
+        if slab is None or held.at is None or not slab.is_loaded:
+            return True  # what is loaded later finds no row
+        if not slab.reclaim(held.at):
+            return False
+        self._books.add_idle(slab.slot_nbytes)
+        slab.release(held.at)
+        return True
 
     # -- room -------------------------------------------------------------------------------------------------------
 

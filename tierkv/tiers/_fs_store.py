@@ -77,10 +77,9 @@ class Store:
             return False
         return self._files.remove(key, owner, identity=identity)
 
-    def reclaim(self, owner: str, held: Held) -> None:
-        """A chunk of ours vanished: if it was in a slab, and somebody else cleared its row, its slot is idle."""
-        if held.at is not None:
-            self._slabs.reclaim(owner, held)
+    def reclaim(self, owner: str, held: Held) -> bool:
+        """A chunk of ours is not there: take its slot back. False if that is the affair of who is removing it."""
+        return held.at is None or self._slabs.reclaim(owner, held)
 
     def _read_slot(
         self, berth: Berth, key: ChunkKey, known: tuple[str, Held | None], buffer: memoryview, scratch: Scratch, *,
