@@ -26,9 +26,18 @@ EXTRAS = {"prometheus_metrics.py": "prometheus_client"}
 FEW = settings(max_examples=20, stateful_step_count=30)
 
 
+PATIENTLY = """
+import runpy, sys
+from tests.patience import be_patient
+be_patient()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def _run(name: str, *arguments: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-W", "error", EXAMPLES / name, *arguments],
+        [sys.executable, "-W", "error", "-c", PATIENTLY, EXAMPLES / name, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -22,7 +22,7 @@ from tests.vllm.engine import Engine, engine, engine_environment, offloading, pr
 N_TOKENS = 4
 KNOWN = prompts(6)
 FRESH = {name: prompts(3, 500, 0, seed=seed) for seed, name in enumerate(("full", "read-only", "failing", "hanging"))}
-DEADLINE_S = 1.0
+DEADLINE_S = 3.0
 """``lookup_deadline_s``: what one request may wait in all."""
 MOST_ROUNDS = 20
 DISK_HITS = "prompt_tokens_cached_by_source{disk}"

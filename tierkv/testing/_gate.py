@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Hashable
 from typing import Final
 
-_PATIENCE_S: Final = 10.0
+_PATIENCE_S: Final = 60.0
 
 
 class Gate:

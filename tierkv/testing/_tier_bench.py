@@ -17,7 +17,7 @@ from tierkv.testing._rules import fail, require
 from tierkv.types import Chunk, ChunkKey, Found, Outcome, Status
 
 _OS_PAGE: Final = 4096
-_PATIENCE_S: Final = 30.0
+_PATIENCE_S: Final = 60.0
 _PAUSE_S: Final = 0.002
 
 
