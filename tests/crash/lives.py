@@ -86,9 +86,9 @@ class Life:
 
     def _on_event(self, event: Event) -> None:
         # What another owner wrote is told of, too, but is that owner's to promise and to remove.
-        if event.level == 1 and _mount(self.tier).books.get(event.key) is not None:
-            sign = "+" if event.kind is EventKind.STORED else "-"
-            self._diary.say(sign, time.monotonic_ns(), event.key.hex())
+        stored, alone = event.kind is EventKind.STORED, not _mount(self.tier)._seat.foreign_ids
+        if event.level == 1 and (self.tier.owns(event.key) or (stored and alone)):
+            self._diary.say("+" if stored else "-", time.monotonic_ns(), event.key.hex())
 
     async def ready(self) -> None:
         """Until the disk level takes writes."""
