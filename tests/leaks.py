@@ -17,6 +17,8 @@ from pathlib import Path
 
 SHM = Path("/dev/shm")
 GRACE_S = 30.0
+NEIGHBOURS = ("psm_", "sem.", "vllm_dist_", "vllm_offload_")
+"""In SHM: multiprocessing's and vLLM's own, which engines beside a test make, and leave there when they are killed."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _mappings() -> frozenset[str]:
 
 def _shm() -> frozenset[str]:
     try:
-        return frozenset(name for name in os.listdir(SHM) if not name.startswith("sem.mp-"))
+        return frozenset(name for name in os.listdir(SHM) if not name.startswith(NEIGHBOURS))
     except OSError:
         return frozenset()
 

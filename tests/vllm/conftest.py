@@ -14,8 +14,6 @@ HERE = Path(__file__).parent
 ENGINES = ("test_engine", "test_serve")
 """Modules that start real engines: slow, and their leaks are not all ours."""
 
-VLLMS_OWN = ("psm_", "sem.", "vllm_dist_", "vllm_offload_")
-
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
@@ -31,11 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1200))
 
 
-def is_ours_in_shm(what: str) -> bool:
-    """Whether it is a name in /dev/shm, and none of those that engines beside us make, and leave there when killed."""
-    return what.startswith("/dev/shm/") and not what.removeprefix("/dev/shm/").startswith(VLLMS_OWN)
-
-
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """The same promise as everywhere; of a real engine only what is ours: threads, /dev/shm, our shared mappings.
@@ -45,7 +38,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = Snapshot.take()
     yield
     has_engine = request.path.name.startswith(ENGINES)
-    leaked = wait_for_none(before, lambda what: not has_engine or "tierkv" in what or is_ours_in_shm(what))
+    leaked = wait_for_none(before, lambda what: not has_engine or "tierkv" in what or what.startswith("/dev/shm/"))
     assert not leaked, "left behind: " + "; ".join(leaked)
 
 
