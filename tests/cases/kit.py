@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import pytest
+
 from tests.fs_kit import OVERHEAD, recount
 from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, loop_time, payload
@@ -27,6 +29,7 @@ from tierkv import (
     PrefixChunker,
     TieredCache,
     Writes,
+    _ports,
 )
 from tierkv.policies import LRU
 from tierkv.protocols import EvictionPolicy, Tier
@@ -194,7 +197,8 @@ async def turns_until(condition: Callable[[], object], timeout_s: float = PATIEN
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """A loop whose time passes only when all wait, and then at once: delays are exact, whatever the machine does.
 
-    For what runs without threads: time would run past whatever a thread still does.
+    For what runs without threads: time would run past whatever a thread still does. Copies between slots and buffers
+    have none there, however large they are.
     """
 
     def __init__(self) -> None:
@@ -215,7 +219,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def in_virtual_time(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        patch.setattr(_ports, "_INLINE_NBYTES", 1 << 40)
         return runner.run(work)
 
 

@@ -27,7 +27,7 @@ from tests.faults import Faults, in_child
 from tests.faults.disks import ext4_disk, unprivileged
 from tests.patience import PATIENCE_S
 from tests.toys import prompt, shorten_deadline
-from tierkv import Level, TieredCache
+from tierkv import Level, TieredCache, _driver
 from tierkv.policies import LRU, TTL
 
 
@@ -126,6 +126,7 @@ def test_the_clock_jumps(tmp_path: Path) -> None:
 
 
 async def _everything_in_turn(faults: Faults, root: str) -> None:
+    _driver._PROBE_S = 0.1  # while the disk hangs a lookup asks it in vain
     limits = LIMITS._replace(breaker_cooldown_s=0.2)
     async with opened(cache_over(fs_tier(root), n_slots=64, n_chunks=200, limits=limits)) as cache:
         await keep(cache, prompt(1))

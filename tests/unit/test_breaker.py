@@ -151,7 +151,7 @@ def test_each_level_has_its_own_pause() -> None:
             assert cache.statistics()["lower"].refused == {"tier_error": 3}
 
     in_virtual_time(run())
-    assert [later - earlier for earlier, later in pairwise(opened_s)] == [7.0] * 3
+    assert [later - earlier for earlier, later in pairwise(opened_s)] == pytest.approx([7.0] * 3)
 
 
 def test_a_pause_that_is_none() -> None:
