@@ -28,6 +28,7 @@ from tests.fs_kit import (
     store,
     write,
 )
+from tests.patience import PATIENCE_S
 from tierkv import Chunk, ChunkKey, Event, EventKind, Level, MemoryTier, TieredCache, _driver
 from tierkv.policies import LRU
 from tierkv.tiers.fs import FSTier
@@ -48,20 +49,20 @@ class Look:
         def slowly(*args: Any) -> Any:
             monkeypatch.setattr(store, "look", look)
             self._asked.set()
-            self._may.wait(30)
+            self._may.wait(PATIENCE_S)
             seen = look(*args)
             self._seen.set()
-            self._told.wait(30)
+            self._told.wait(PATIENCE_S)
             return seen
 
         monkeypatch.setattr(store, "look", slowly)
 
     async def asked(self) -> None:
-        assert await asyncio.to_thread(self._asked.wait, 30)
+        assert await asyncio.to_thread(self._asked.wait, PATIENCE_S)
 
     async def go(self) -> None:
         self._may.set()
-        assert await asyncio.to_thread(self._seen.wait, 30)
+        assert await asyncio.to_thread(self._seen.wait, PATIENCE_S)
 
     def tell(self) -> None:
         self._told.set()
@@ -120,13 +121,13 @@ async def test_a_probe_beside_a_deletion_leaves_its_bytes_charged(root: Path, mo
         def slowly(*args: Any) -> bool:
             done = bool(erase(*args))
             erased.set()
-            assert may.wait(30)
+            assert may.wait(PATIENCE_S)
             return done
 
         monkeypatch.setattr(slab, "erase", slowly)
         used_nbytes = tier.usage()["used_nbytes"]
         deletion = asyncio.ensure_future(tier.delete([K]))
-        assert await asyncio.to_thread(erased.wait, 30)
+        assert await asyncio.to_thread(erased.wait, PATIENCE_S)
         assert await tier.probe([K]) == [None]
         assert tier.usage()["used_nbytes"] == used_nbytes
         may.set()
@@ -144,7 +145,7 @@ async def test_a_probe_beside_the_scan_does_not_bring_back_what_was_deleted(
         await store(before, chunk_of(0), chunk_of(1))
         kill(before)
     gate = threading.Event()
-    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(30)) as tier:
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(PATIENCE_S)) as tier:
         look = Look(tier, monkeypatch)
         probe = asyncio.ensure_future(tier.probe([K]))
         await look.go()
@@ -163,7 +164,7 @@ async def test_a_deletion_between_the_trim_and_the_books_is_final(root: Path, mo
         await store(before, chunk_of(0), chunk_of(1))
         kill(before)
     listing = threading.Event()
-    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(30)) as tier:
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
         scanner, operations = _mount(tier).scanner, _mount(tier).operations
         trim = scanner._trim
 
@@ -186,7 +187,7 @@ async def test_a_probe_that_outlasts_the_scan_does_not_bring_back_what_was_delet
         await store(before, chunk_of(0), chunk_of(1))
         kill(before)
     gate = threading.Event()
-    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(30)) as tier:
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(PATIENCE_S)) as tier:
         look = Look(tier, monkeypatch)
         probe = asyncio.ensure_future(tier.probe([K]))
         await look.go()
@@ -205,7 +206,7 @@ async def test_a_probe_in_the_middle_of_the_trim_costs_no_chunk(root: Path, monk
         await store(before, *(chunk_of(i) for i in range(4)))
         kill(before)
     listing = threading.Event()
-    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(30)) as tier:
+    async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
         scanner, probe = _mount(tier).scanner, _mount(tier).lookups.probe
         without, unseen = scanner._without, [key_of(i) for i in range(4)]
 
@@ -231,7 +232,7 @@ async def test_a_deletion_in_the_middle_of_the_trim_counts_as_room(root: Path, m
         kill(before)
     listing = threading.Event()
     # A share of three chunks: one has to go, and one goes.
-    async with opened(root, n_chunks=3, wait=False, _scan_gate=lambda *_: listing.wait(30)) as tier:
+    async with opened(root, n_chunks=3, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
         scanner, operations = _mount(tier).scanner, _mount(tier).operations
         without, unseen = scanner._without, [key_of(3)]
 
@@ -295,7 +296,7 @@ async def test_an_answer_older_than_a_deletion_acknowledges_nothing(
         await store(before, chunk_of(0), chunk_of(1))
         kill(before)
     listing = threading.Event()
-    tier = LateTier(late, root, capacity=capacity_for(4), min_free=0, _scan_gate=lambda *_: listing.wait(30))
+    tier = LateTier(late, root, capacity=capacity_for(4), min_free=0, _scan_gate=lambda *_: listing.wait(PATIENCE_S))
     events: list[Event] = []
     levels = [Level(MemoryTier(name="primary"), LRU(), capacity="1MiB"), Level(tier, LRU())]
     async with TieredCache(chunker=OneByOne(), namespace=NAMESPACE, levels=levels, on_event=events.append) as cache:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.cases.kit import turns_until, virtual_time
 from tests.fs_kit import LONGEST, STRIDE, chunk_of, payload_of, slots
+from tests.toys import loop_time
 from tierkv import MemoryTier, MoverLimits
 from tierkv._breaker import Traffic
 from tierkv._mover import Completion, Mover
@@ -61,6 +62,7 @@ async def test_who_hangs_when_read_is_not_who_hangs_when_written() -> None:
         on_breaker=lambda level, *, reads, writes: told.append((level, reads, writes)),
         stride_nbytes=STRIDE,
         limits=MoverLimits(deadline_s=0.2, breaker_cooldown_s=3600.0, n_batches=1, batch_nbytes=LONGEST),
+        clock=loop_time,
     )
     mover.submit([Transfer(i, TransferKind.DEMOTE, chunk, 1, 2, None) for i, chunk in enumerate(chunks)])
     await turns_until(lambda: len(done) == 8)
