@@ -15,8 +15,8 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tierkv.protocols import TierContext
-from tierkv.tiers._fs_catalogue import SLAB, Catalogue, catalogue_nbytes, parse_slab_name, slab_name
-from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
+from tierkv.tiers._fs.catalogue import SLAB, Catalogue, catalogue_nbytes, parse_slab_name, slab_name
+from tierkv.tiers._fs.format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey, Found, Outcome, Status
 

@@ -23,8 +23,8 @@ from tests.fs_kit import CHARGE, NAMESPACE, chunk_of, context, kill, store
 from tierkv._hierarchy import Hierarchy
 from tierkv._level import LevelPlan
 from tierkv.policies import LRU
-from tierkv.tiers._fs_books import Books
-from tierkv.tiers._fs_format import HEADER_NBYTES, LEAVES, PAGE_NBYTES, file_name, leaf_of, namespace_digest
+from tierkv.tiers._fs.books import Books
+from tierkv.tiers._fs.format import HEADER_NBYTES, LEAVES, PAGE_NBYTES, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey
 

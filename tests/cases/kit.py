@@ -33,7 +33,7 @@ from tierkv import (
 )
 from tierkv.policies import LRU
 from tierkv.protocols import EvictionPolicy, Tier
-from tierkv.tiers._fs_format import charge_nbytes
+from tierkv.tiers._fs.format import charge_nbytes
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason
 

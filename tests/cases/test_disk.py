@@ -34,8 +34,8 @@ from tests.fs_kit import OVERHEAD, recount
 from tests.patience import PATIENCE_S
 from tests.toys import prompt
 from tierkv import EventKind, TieredCache
-from tierkv.tiers import _fs_mount
-from tierkv.tiers._fs_format import leaf_of
+from tierkv.tiers._fs import mount as _fs_mount
+from tierkv.tiers._fs.format import leaf_of
 from tierkv.tiers.fs import FSTier
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tierkv.tiers._fs_catalogue import SLAB, slab_name
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.catalogue import SLAB, slab_name
+from tierkv.tiers._fs.format import (
     HEADER_NBYTES,
     checksum,
     file_name,

@@ -19,8 +19,8 @@ from tests.crash.lives import DEPTH, chunk_at, chunk_of_key, content_of, restles
 from tests.crash.nursery import Nursery
 from tests.fs_kit import _mount, capacity_for, files_under, first_batches, kill, opened, read, recount, slots
 from tierkv.protocols import TierContext
-from tierkv.tiers._fs_catalogue import SLOTS, Row, SlabName, parse_slab_name, rows_of
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.catalogue import SLOTS, Row, SlabName, parse_slab_name, rows_of
+from tierkv.tiers._fs.format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
     ROOT_LOCK,

@@ -25,7 +25,7 @@ from tests.fs_kit import LONGEST, NAMESPACE, _mount, payload_of, scanned
 from tests.patience import PATIENCE_S
 from tierkv import Chunk, ChunkKey, Event, EventKind, Level, MemoryTier, TieredCache
 from tierkv.policies import LRU
-from tierkv.tiers._fs_store import Store
+from tierkv.tiers._fs.store import Store
 from tierkv.tiers.fs import FSTier
 
 N_SLOTS: Final = 8

@@ -20,7 +20,7 @@ from tests.patience import PATIENCE_S, be_patient
 from tests.toys import STRIDE, ToyChunker, prompt
 from tierkv import Event, Level, MemoryTier, MoverLimits, Reason, Status, TieredCache
 from tierkv.policies import LRU
-from tierkv.tiers import _fs_owners
+from tierkv.tiers._fs import owners as _fs_owners
 from tierkv.tiers.fs import FSTier
 
 N_BRANCHES = 40

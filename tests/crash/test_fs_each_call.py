@@ -22,8 +22,8 @@ from tests.crash.harness import CHANGING, Sweep, Tally, counted, litter, report,
 from tests.crash.lives import adopting, chunk_at, chunk_of_key, content_of, returning, staying, storing
 from tests.crash.nursery import Nursery
 from tests.fs_kit import _mount, capacity_for, files_under, opened, read, recount, scanned
-from tierkv.tiers import _fs_mount
-from tierkv.tiers._fs_format import parse_file_name, part_name
+from tierkv.tiers._fs import mount as _fs_mount
+from tierkv.tiers._fs.format import parse_file_name, part_name
 from tierkv.types import ChunkKey, Status
 
 pytestmark = pytest.mark.crash

@@ -14,8 +14,8 @@ from tests.crash.harness import Said, run
 from tests.crash.lives import storing
 from tests.crash.nursery import Nursery
 from tests.fs_kit import capacity_for, first_batches, opened, using
-from tierkv.tiers import _fs_scan
-from tierkv.tiers._fs_format import PART, parse_file_name, parse_owner_file
+from tierkv.tiers._fs import scan as _fs_scan
+from tierkv.tiers._fs.format import PART, parse_file_name, parse_owner_file
 
 pytestmark = pytest.mark.crash
 

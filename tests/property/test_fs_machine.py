@@ -32,7 +32,7 @@ from tests.fs_kit import (
     using,
 )
 from tests.patience import PATIENCE_S
-from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
+from tierkv.tiers._fs.format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, Reason, Status
 

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ThreadTier, ToyChunker, buffers, cache_of, payload, prompt, shorten_deadline
 from tierkv import Chunk, ChunkKey, Level, MemoryTier, MoverLimits, Outcome, Scope, Status, TieredCache
 from tierkv.policies import LRU
-from tierkv.tiers._fs_io import ChunkFiles
+from tierkv.tiers._fs.file_io import ChunkFiles
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Event, Found
 

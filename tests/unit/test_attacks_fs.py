@@ -33,9 +33,9 @@ from tests.fs_kit import (
 )
 from tests.patience import PATIENCE_S
 from tierkv import ConfigError
-from tierkv.tiers import _fs_format
-from tierkv.tiers._fs_locks import LockFiles
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs import format as _fs_format
+from tierkv.tiers._fs.locks import LockFiles
+from tierkv.tiers._fs.page import OwnerPage
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Reason, Status
 

@@ -32,10 +32,12 @@ from tests.fs_kit import (
     write,
 )
 from tests.patience import PATIENCE_S
-from tierkv.tiers import _fs_dirs, _fs_holes, _fs_slab
-from tierkv.tiers._fs_catalogue import BadCatalogueError, Catalogue
-from tierkv.tiers._fs_format import Header, Sums
-from tierkv.tiers._fs_slab_files import SlabFiles
+from tierkv.tiers._fs import dirs as _fs_dirs
+from tierkv.tiers._fs import holes as _fs_holes
+from tierkv.tiers._fs import slab as _fs_slab
+from tierkv.tiers._fs.catalogue import BadCatalogueError, Catalogue
+from tierkv.tiers._fs.format import Header, Sums
+from tierkv.tiers._fs.slab_files import SlabFiles
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason, Status
 
@@ -113,7 +115,7 @@ async def test_a_kill_while_a_slab_is_removed_brings_nothing_back(root: Path, mo
     def killed(self: SlabFiles, owner: str, slot_nbytes: int) -> None:
         real_unlink = _fs_dirs.unlink_quietly
         names: list[str] = []
-        monkeypatch.setattr("tierkv.tiers._fs_slab_files.unlink_quietly", lambda name, fd: names.append(name))
+        monkeypatch.setattr("tierkv.tiers._fs.slab_files.unlink_quietly", lambda name, fd: names.append(name))
         real(self, owner, slot_nbytes)
         real_unlink(names[0], self.dir_fd)
 
@@ -224,7 +226,7 @@ async def test_a_kill_while_a_catalogue_is_written_anew_loses_nothing(
         nonlocal n
         n += 1
         real(self, itertools.islice(rows, 3))
-        monkeypatch.setattr("tierkv.tiers._fs_slab_files.unlink_quietly", lambda *_: True)  # killed: no cleaning up
+        monkeypatch.setattr("tierkv.tiers._fs.slab_files.unlink_quietly", lambda *_: True)  # killed: no cleaning up
         raise BadCatalogueError("killed")
 
     with monkeypatch.context() as patch:
@@ -251,7 +253,7 @@ async def test_closing_does_not_wait_for_a_lost_catalogue(root: Path, monkeypatc
         go_on.wait(PATIENCE_S)
         return real(fd, offset, sums)
 
-    monkeypatch.setattr("tierkv.tiers._fs_slab_files.header_at", header_at)
+    monkeypatch.setattr("tierkv.tiers._fs.slab_files.header_at", header_at)
     tier = FSTier(root, capacity=capacity_for(20), min_free=0)
     await tier.open(context())
     closing = asyncio.create_task(tier.aclose())

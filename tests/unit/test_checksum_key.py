@@ -38,7 +38,7 @@ from tierkv import CPUTier, Event, Level, Scope, TieredCache
 from tierkv.cli._main import main
 from tierkv.errors import ConfigError
 from tierkv.policies import LRU
-from tierkv.tiers import _fs_format as fmt
+from tierkv.tiers._fs import format as fmt
 from tierkv.tiers.fs import FSTier
 from tierkv.tiers.parse import parse_tier
 from tierkv.types import Status

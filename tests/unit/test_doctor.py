@@ -16,7 +16,7 @@ import pytest
 from tests.faults.disks import ext4_disk, small_disk, unprivileged
 from tests.fs_kit import chunk_of, context, files_under, opened, store
 from tierkv.cli._main import main
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs.page import OwnerPage
 
 Capture = pytest.CaptureFixture[str]
 
@@ -97,7 +97,7 @@ async def test_a_living_owner_in_trouble(  # noqa: PLR0917 - three fixtures and 
     is_wrong: bool,
 ) -> None:
     """One that went silent, one from the future, one without room, one that the disk cannot hold."""
-    monkeypatch.setattr("tierkv.tiers._fs_mount.HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr("tierkv.tiers._fs.mount.HEARTBEAT_S", 3600.0)
     async with opened(root) as tier:
         await store(tier, chunk_of(1))
         edit_page(root, **changes())
@@ -127,7 +127,7 @@ async def test_what_else_lies_there(root: Path, capsys: Capture) -> None:
 def test_a_file_system_that_cannot(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where flock excludes nobody, two engines must not share: the probe finds out by two descriptors, not by faith."""
     root.mkdir(mode=0o700)
-    monkeypatch.setattr("tierkv.tiers._fs_probe.fcntl.flock", lambda _fd, _how: None)
+    monkeypatch.setattr("tierkv.tiers._fs.probe.fcntl.flock", lambda _fd, _how: None)
     _, wrong, _ = doctor(root, capsys)
     assert wrong == ["flock does not exclude anybody on this file system: two engines must not share this root"]
     assert list(root.iterdir()) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tierkv.tiers
-from tierkv.tiers._fs_dirs import entries_in, names_in
+from tierkv.tiers._fs.dirs import entries_in, names_in
 
 N_FILES = 3_000
 """More than the kernel hands over in one call."""
@@ -50,5 +50,9 @@ def test_nobody_lists_a_root_in_another_way() -> None:
     """In the tiers' files ``os.scandir`` stands here and where a leaf was opened to be listed; the others nowhere."""
     folder = Path(tierkv.tiers.__file__).parent
     pattern = re.compile(r"os\.(?:listdir|scandir|walk|fwalk)\(.*?\)")
-    calls = {(path.name, call) for path in folder.rglob("*.py") for call in pattern.findall(path.read_text())}
-    assert calls == {("_fs_dirs.py", "os.scandir(fd)"), ("_fs_list.py", "os.scandir(leaf_fd)")}
+    calls = {
+        (path.relative_to(folder).as_posix(), call)
+        for path in folder.rglob("*.py")
+        for call in pattern.findall(path.read_text())
+    }
+    assert calls == {("_fs/dirs.py", "os.scandir(fd)"), ("_fs/listing.py", "os.scandir(leaf_fd)")}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierkv.tiers import _fs_format as fmt
+from tierkv.tiers._fs import format as fmt
 from tierkv.types import Chunk, ChunkKey
 
 OWNER = "0123456789abcdef"

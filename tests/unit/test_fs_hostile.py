@@ -31,7 +31,7 @@ from tests.fs_kit import (
     store,
 )
 from tierkv.errors import CorruptChunkError, TierError
-from tierkv.tiers._fs_format import leaf_of, namespace_digest
+from tierkv.tiers._fs.format import leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
 

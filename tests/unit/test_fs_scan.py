@@ -43,9 +43,9 @@ from tests.fs_kit import (
 from tests.patience import PATIENCE_S
 from tierkv import Level, MemoryTier, TieredCache
 from tierkv.policies import LRU
-from tierkv.tiers import _fs_list
-from tierkv.tiers._fs_feed import BATCH, Listed
-from tierkv.tiers._fs_format import charge_nbytes, file_name, leaf_of, namespace_digest
+from tierkv.tiers._fs import listing as _fs_list
+from tierkv.tiers._fs.feed import BATCH, Listed
+from tierkv.tiers._fs.format import charge_nbytes, file_name, leaf_of, namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey, Found, Reason, Status
 
@@ -322,7 +322,7 @@ async def test_a_leaf_that_a_probe_asked_for_is_listed_next(root: Path, monkeypa
         listed.append(leaf)
         return real(leaf, namespace_fd)
 
-    monkeypatch.setattr("tierkv.tiers._fs_scan.leaf_opened", recording)
+    monkeypatch.setattr("tierkv.tiers._fs.scan.leaf_opened", recording)
     async with opened(root, wait=False, _scan_gate=hold) as tier:
         await asyncio.to_thread(held.wait, PATIENCE_S)
         assert await tier.probe([key_of(missing)]) == [None]
@@ -354,7 +354,7 @@ async def test_lookups_never_list_a_directory(root: Path, monkeypatch: pytest.Mo
 async def test_a_scan_that_the_disk_refuses_is_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EIO while listing: no leaf is left out, since its bytes would not count; the scan starts over."""
     await opened_and_killed(root, 3)
-    monkeypatch.setattr("tierkv.tiers._fs_scan._RETRY_S", 0.01)
+    monkeypatch.setattr("tierkv.tiers._fs.scan._RETRY_S", 0.01)
     real, failures = os.scandir, iter([True, False, True])
 
     def flaky(path: object = ".") -> object:

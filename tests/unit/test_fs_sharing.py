@@ -41,8 +41,10 @@ from tests.fs_kit import (
 )
 from tests.patience import PATIENCE_S
 from tierkv.errors import TierError
-from tierkv.tiers import _fs_locks, _fs_mount, _fs_owners
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs import locks as _fs_locks
+from tierkv.tiers._fs import mount as _fs_mount
+from tierkv.tiers._fs import owners as _fs_owners
+from tierkv.tiers._fs.page import OwnerPage
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Found, Reason, Status
 

@@ -37,8 +37,10 @@ from tests.fs_kit import (
     write,
 )
 from tierkv.errors import ConfigError, TierWriteError
-from tierkv.tiers import _fs_holes, _fs_slab, _fs_slab_files
-from tierkv.tiers._fs_catalogue import (
+from tierkv.tiers._fs import holes as _fs_holes
+from tierkv.tiers._fs import slab as _fs_slab
+from tierkv.tiers._fs import slab_files as _fs_slab_files
+from tierkv.tiers._fs.catalogue import (
     ROWS_A_BUCKET,
     Catalogue,
     catalogue_nbytes,
@@ -46,8 +48,8 @@ from tierkv.tiers._fs_catalogue import (
     parse_slab_name,
     slab_name,
 )
-from tierkv.tiers._fs_slab import Slab
-from tierkv.tiers._fs_slab_io import PIECE_NBYTES as PIECE
+from tierkv.tiers._fs.slab import Slab
+from tierkv.tiers._fs.slab_io import PIECE_NBYTES as PIECE
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason, Status
 
@@ -173,7 +175,7 @@ async def test_a_key_that_was_written_twice_before_a_kill_is_one_chunk(root: Pat
 @pytest.mark.parametrize("nbytes", [1, 2 * PIECE, 2 * PIECE + 1, 3 * PIECE - 5, 3 * PIECE])
 async def test_long_chunks_in_memory_go_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     """The same bytes and zeros as in one call; a flipped bit in the last piece is found."""
-    monkeypatch.setattr("tierkv.tiers._fs_mount.is_in_memory", lambda _: True)
+    monkeypatch.setattr("tierkv.tiers._fs.mount.is_in_memory", lambda _: True)
     ctx = context(longest=3 * PIECE, stride=3 * PIECE)
     async with opened(root, capacity="64MiB", ctx=ctx) as tier:
         source, target = slots(2, 3 * PIECE)
@@ -333,7 +335,7 @@ async def test_files_that_are_removed_under_us_are_noticed(root: Path) -> None:
 
 async def test_a_slab_grows_in_steps_and_never_over_the_capacity(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last slot that fits, and then a write is refused; what is deleted makes room at once."""
-    monkeypatch.setattr("tierkv.tiers._fs_slabs._STEP_NBYTES", 4 * CHARGE)
+    monkeypatch.setattr("tierkv.tiers._fs.slabs._STEP_NBYTES", 4 * CHARGE)
     async with opened(root, n_chunks=10) as tier:
         for i in range(10):
             await store(tier, chunk_of(i))
@@ -409,7 +411,7 @@ async def test_holes_are_remembered_over_a_kill(root: Path) -> None:
 async def test_a_disk_without_room_refuses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOSPC where a slab would grow: nothing is charged or left; idle slots are written all the same."""
     async with opened(root, n_chunks=8) as tier:
-        monkeypatch.setattr("tierkv.tiers._fs_slabs._STEP_NBYTES", 4 * CHARGE)
+        monkeypatch.setattr("tierkv.tiers._fs.slabs._STEP_NBYTES", 4 * CHARGE)
         await store(tier, *(chunk_of(i) for i in range(4)))
         before = tier.usage()
 
@@ -430,7 +432,7 @@ async def test_min_free_holds_for_growth_and_not_for_idle_slots(root: Path, monk
     monkeypatch.setattr(
         os, "fstatvfs", lambda _: os.statvfs_result((PAGE, PAGE, 1 << 20, 0, free[0] // PAGE, 0, 0, 0, 0, 255))
     )
-    monkeypatch.setattr("tierkv.tiers._fs_slabs._STEP_NBYTES", 4 * CHARGE)
+    monkeypatch.setattr("tierkv.tiers._fs.slabs._STEP_NBYTES", 4 * CHARGE)
     async with opened(root, n_chunks=10, min_free=1 << 20) as tier:
         await store(tier, *(chunk_of(i) for i in range(4)))
         free[0] = (1 << 20) + CHARGE - 1

@@ -43,8 +43,8 @@ from tests.fs_kit import (
 from tests.patience import PATIENCE_S
 from tierkv.errors import ChunkSizeError, ClosedError, TierReadError, TierWriteError
 from tierkv.protocols import Bounded, Charging, ScanTier
-from tierkv.tiers._fs_format import HEADER_NBYTES, unpack_header
-from tierkv.tiers._fs_memory import zero
+from tierkv.tiers._fs.format import HEADER_NBYTES, unpack_header
+from tierkv.tiers._fs.memory import zero
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey, Reason, Status
 

@@ -38,12 +38,14 @@ from tierkv.cli._main import _parser, main
 from tierkv.cli._root_clean import parse_age
 from tierkv.errors import ConfigError
 from tierkv.policies import LRU
-from tierkv.tiers import _fs_inspect, _fs_owners, _fs_sweep
-from tierkv.tiers._fs_format import leaf_of, namespace_digest
-from tierkv.tiers._fs_garbage import Garbage, Wish
-from tierkv.tiers._fs_inspect import Root
-from tierkv.tiers._fs_page import OwnerPage
-from tierkv.tiers._fs_sweep import Fate
+from tierkv.tiers._fs import inspection as _fs_inspect
+from tierkv.tiers._fs import owners as _fs_owners
+from tierkv.tiers._fs import sweep as _fs_sweep
+from tierkv.tiers._fs.format import leaf_of, namespace_digest
+from tierkv.tiers._fs.garbage import Garbage, Wish
+from tierkv.tiers._fs.inspection import Root
+from tierkv.tiers._fs.page import OwnerPage
+from tierkv.tiers._fs.sweep import Fate
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
 

@@ -28,8 +28,8 @@ from tests.fs_kit import (
 )
 from tierkv.cli._main import main
 from tierkv.cli._root import Pace, sampled, visible
-from tierkv.tiers._fs_format import leaf_of, namespace_digest
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs.format import leaf_of, namespace_digest
+from tierkv.tiers._fs.page import OwnerPage
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
 

@@ -14,7 +14,7 @@ from tests.faults.disks import NOBODY, unprivileged
 from tests.fs_kit import LONGEST, NAMESPACE, PAGE, chunk_of, files_under, key_of, opened, path_of, read, store
 from tests.patience import PATIENCE_S
 from tierkv.errors import ConfigError
-from tierkv.tiers._fs_format import checksum, namespace_digest, pack_header
+from tierkv.tiers._fs.format import checksum, namespace_digest, pack_header
 from tierkv.tiers._rendezvous import Geometry, Hello, Member, Purpose, Role, join, make_sealed, socket_name
 from tierkv.tiers._server import Server
 from tierkv.types import Status

@@ -20,7 +20,7 @@ from tierkv.cli._bench_plan import BenchError, Cell, FSPlan, Measured, Round, Sp
 from tierkv.errors import ConfigError, bad_setting
 from tierkv.protocols import TierContext
 from tierkv.sizes import format_size
-from tierkv.tiers._fs_io import direct_works
+from tierkv.tiers._fs.file_io import direct_works
 from tierkv.tiers._memory_limits import check_memory
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from tierkv.sizes import format_size
 
 if TYPE_CHECKING:
-    from tierkv.tiers._fs_inspect import Owner, Root
+    from tierkv.tiers._fs.inspection import Owner, Root
 
 DESCRIPTION = """\
 Looks for the reasons for which a tier stays empty, small or slow: permissions, space, locks, owners, namespaces that do
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(path: str, now_s: float) -> Iterator[Finding]:
     """Everything worth saying about a root. Raises ConfigError if nothing at all can be said."""
-    from tierkv.tiers._fs_inspect import Root  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Root  # noqa: PLC0415 - needs the extra fs
 
     try:
         os.lstat(path)
@@ -103,7 +103,7 @@ def _directory(path: str) -> Iterator[Finding]:
 
 
 def _file_system(path: str) -> Iterator[Finding]:
-    from tierkv.tiers._fs_probe import try_out  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.probe import try_out  # noqa: PLC0415 - needs the extra fs
 
     abilities = try_out(path)
     if abilities.error is not None:
@@ -116,7 +116,7 @@ def _file_system(path: str) -> Iterator[Finding]:
 
 
 def _space(path: str, owners: list[Owner]) -> Iterator[Finding]:
-    from tierkv.tiers._fs_probe import default_min_free_nbytes  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.probe import default_min_free_nbytes  # noqa: PLC0415 - needs the extra fs
 
     found = os.statvfs(path)
     free_nbytes, floor_nbytes = found.f_bavail * found.f_frsize, default_min_free_nbytes(found)
@@ -169,7 +169,7 @@ def _owners(owners: list[Owner], now_s: float) -> Iterator[Finding]:
 
 
 def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]:
-    from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
 
     nbytes_of: defaultdict[str, int] = defaultdict(int)
     n_of: defaultdict[Kind, int] = defaultdict(int)

@@ -17,7 +17,7 @@ from tierkv.errors import bad_setting
 from tierkv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from tierkv.tiers._fs_inspect import Found, Owner, Root
+    from tierkv.tiers._fs.inspection import Found, Owner, Root
 
 DU_DESCRIPTION = """\
 What a directory of the fs tier holds: by namespace and by owner, against its capacity, and what else lies there. Safe
@@ -70,8 +70,8 @@ def add_secret_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> closing[Root]:
-    from tierkv.tiers._fs_inspect import Root  # noqa: PLC0415 - needs the extra fs
-    from tierkv.tiers._fs_secret import SecretSource  # noqa: PLC0415
+    from tierkv.tiers._fs.inspection import Root  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.secret import SecretSource  # noqa: PLC0415
 
     source = SecretSource(getattr(arguments, "checksum_key_file", None), getattr(arguments, "checksum_key_env", None))
     return closing(Root("ROOT", arguments.root, source.read("--checksum-key-file", "--checksum-key-env")))
@@ -132,7 +132,7 @@ class Usage:
         return min((o.page.capacity_nbytes for o in self.owners if o.alive and o.page is not None), default=None)
 
     def count(self, found: Found) -> None:
-        from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
+        from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
 
         self.total_nbytes += found.charge_nbytes
         if found.kind is Kind.CHUNK and found.name is not None:
@@ -196,7 +196,7 @@ def run_du(arguments: argparse.Namespace) -> int:
 
 
 def _chunks(root: Root, namespace: str, owner: str = "") -> Iterator[Found]:
-    from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
 
     for found in root.files(namespace=namespace, slots=True):
         if found.kind is Kind.CHUNK and found.name is not None and found.name.owner.startswith(owner):
@@ -205,7 +205,7 @@ def _chunks(root: Root, namespace: str, owner: str = "") -> Iterator[Found]:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print a line a chunk; 1 if there were chunks whose header could not be read."""
-    from tierkv.tiers._fs_format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
 
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     owner = digits("--owner", arguments.owner, 16)
@@ -284,7 +284,7 @@ def _part(option: str, text: str) -> float:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is wrong, and the counts; 1 if something is."""
-    from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
 
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     part = _part("--sample", arguments.sample)
@@ -320,8 +320,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def _why_not(root: Root, found: Found, pace: Pace) -> str:
     """Why an engine would not serve this; empty if it would, or it is gone."""
-    from tierkv.tiers._fs_format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
-    from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415
+    from tierkv.tiers._fs.format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415
 
     if found.kind is not Kind.CHUNK:
         return {

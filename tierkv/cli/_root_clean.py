@@ -17,8 +17,8 @@ from tierkv.errors import TierError, bad_setting
 from tierkv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from tierkv.tiers._fs_inspect import Found, Owner, Root
-    from tierkv.tiers._fs_sweep import Census, Swept
+    from tierkv.tiers._fs.inspection import Found, Owner, Root
+    from tierkv.tiers._fs.sweep import Census, Swept
 
 GC_DESCRIPTION = """\
 Removes from a directory of the fs tier what no engine can ever serve: what dead engines were writing, files that are
@@ -76,7 +76,7 @@ class Tale:
 
     def tell(self, swept: Swept) -> None:
         """Count one file; print it where every file is a line."""
-        from tierkv.tiers._fs_sweep import Fate  # noqa: PLC0415 - needs the extra fs
+        from tierkv.tiers._fs.sweep import Fate  # noqa: PLC0415 - needs the extra fs
 
         place = visible(swept.found.place)
         match swept.fate:
@@ -116,7 +116,7 @@ def _files(n: int) -> str:
 
 
 def _opened(arguments: argparse.Namespace) -> closing[Root]:
-    from tierkv.tiers._fs_inspect import Root  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Root  # noqa: PLC0415 - needs the extra fs
 
     return closing(Root("ROOT", arguments.root))
 
@@ -134,7 +134,7 @@ def parse_age(option: str, text: str) -> float:
 
 def run_gc(arguments: argparse.Namespace) -> int:
     """Print what left and why; 1 if something could not be removed."""
-    from tierkv.tiers._fs_garbage import WHY, Garbage, Wish  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.garbage import WHY, Garbage, Wish  # noqa: PLC0415 - needs the extra fs
 
     age, size = arguments.unread_for, arguments.capacity
     wish = Wish(
@@ -166,7 +166,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
 
 def run_wipe(arguments: argparse.Namespace) -> int:
     """Print what left; 1 if somebody uses it, it was not wanted after all, or something could not be removed."""
-    from tierkv.tiers._fs_sweep import Census, orphans_of  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.sweep import Census, orphans_of  # noqa: PLC0415 - needs the extra fs
 
     with _opened(arguments) as root:
         namespace = _one_namespace(root, digits("--namespace", arguments.namespace, NAMESPACE_LENGTH))
@@ -197,7 +197,7 @@ def _wipe(
     left: Counter[str],
 ) -> Tale:
     """Everything but the question. ``left``: bytes by owner, as they were."""
-    from tierkv.tiers._fs_sweep import Broom, Fate, Swept, remove_directories, settle  # noqa: PLC0415 - extra fs
+    from tierkv.tiers._fs.sweep import Broom, Fate, Swept, remove_directories, settle  # noqa: PLC0415 - extra fs
 
     def may(census: Census, found: Found) -> bool:
         _refuse_in_use(arguments, census, namespace)
@@ -231,7 +231,7 @@ def _one_namespace(root: Root, prefix: str) -> str | None:
 
 def _survey(root: Root, namespace: str | None) -> tuple[Counter[str], Counter[str]]:
     """(what will leave, in numbers; bytes by owner, in all of the root)."""
-    from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
 
     there: Counter[str] = Counter()
     by_owner: Counter[str] = Counter()
@@ -246,7 +246,7 @@ def _survey(root: Root, namespace: str | None) -> tuple[Counter[str], Counter[st
 
 def _is_wiped(census: Census, found: Found) -> bool:
     """All but what a living engine is writing at this moment: taken from under it, that would be a failed write."""
-    from tierkv.tiers._fs_inspect import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
 
     assert found.name is not None
     return found.kind is not Kind.UNFINISHED or census.is_dead(found.name.owner)

@@ -14,10 +14,10 @@ from tierkv.errors import ClosedError, TierWriteError, bad_setting
 from tierkv.protocols import Clock, TierContext
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
-from tierkv.tiers._fs_format import charge_nbytes
-from tierkv.tiers._fs_mount import Mount, Wishes
-from tierkv.tiers._fs_scan import Gate
-from tierkv.tiers._fs_secret import SecretSource
+from tierkv.tiers._fs.format import charge_nbytes
+from tierkv.tiers._fs.mount import Mount, Wishes
+from tierkv.tiers._fs.scan import Gate
+from tierkv.tiers._fs.secret import SecretSource
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
 _SMALL_NBYTES: Final = 256 * 1024

@@ -204,7 +204,7 @@ def make_tier(index: int, options: TierOptions) -> Tier:
 def check_secret(index: int, options: TierOptions) -> None:
     """Raise ConfigError if a tier's checksum key is not where it should be: at start, not once the tier opens."""
     if options.checksum_key_file is not None or options.checksum_key_env is not None:
-        from tierkv.tiers._fs_secret import SecretSource  # noqa: PLC0415 (needs the fs extra, and nobody else does)
+        from tierkv.tiers._fs.secret import SecretSource  # noqa: PLC0415 (needs the fs extra, and nobody else does)
 
         where = f"secondary_tiers[{index}].checksum_key"
         SecretSource(options.checksum_key_file, options.checksum_key_env).read(f"{where}_file", f"{where}_env")

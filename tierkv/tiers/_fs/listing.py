@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
-from tierkv.tiers._fs_books import Leaver
-from tierkv.tiers._fs_catalogue import SLAB, Row, SlabName, allocated_nbytes, parse_slab_name, slab_name
-from tierkv.tiers._fs_dirs import NotRegularError, entries_in, open_directory, unlink_quietly
-from tierkv.tiers._fs_feed import Listed
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.books import Leaver
+from tierkv.tiers._fs.catalogue import SLAB, Row, SlabName, allocated_nbytes, parse_slab_name, slab_name
+from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory, unlink_quietly
+from tierkv.tiers._fs.feed import Listed
+from tierkv.tiers._fs.file_io import Tally, damage
+from tierkv.tiers._fs.format import (
     LEAVES,
     FileName,
     file_name,
@@ -22,9 +23,8 @@ from tierkv.tiers._fs_format import (
     padded_nbytes,
     parse_file_name,
 )
-from tierkv.tiers._fs_index import Index
-from tierkv.tiers._fs_io import Tally, damage
-from tierkv.tiers._fs_owners import Seat
+from tierkv.tiers._fs.index import Index
+from tierkv.tiers._fs.owners import Seat
 from tierkv.types import ChunkKey
 
 _LAST_INDEXED: Final = 2.0

@@ -16,9 +16,9 @@ from enum import StrEnum
 from itertools import islice
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_dirs import directory, names_in, unlink, unlink_quietly
-from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES, ROOT_LOCK, is_namespace_dir, parse_owner_file
-from tierkv.tiers._fs_inspect import Found, Owner, Root, found_at
+from tierkv.tiers._fs.dirs import directory, names_in, unlink, unlink_quietly
+from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, ROOT_LOCK, is_namespace_dir, parse_owner_file
+from tierkv.tiers._fs.inspection import Found, Owner, Root, found_at
 
 SPEAK_S: Final = 2.0
 """Two heartbeats: a living owner whose lock file was removed by hand has made it anew by then."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from tierkv.protocols import Clock
-from tierkv.tiers._fs_books import Books, Held
-from tierkv.tiers._fs_format import leaf_of
-from tierkv.tiers._fs_io import Identity, Tally
-from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_scan import Scanner
-from tierkv.tiers._fs_store import Seen, Store
+from tierkv.tiers._fs.books import Books, Held
+from tierkv.tiers._fs.file_io import Identity, Tally
+from tierkv.tiers._fs.format import leaf_of
+from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.scan import Scanner
+from tierkv.tiers._fs.store import Seen, Store
 from tierkv.types import ChunkKey, Found
 
 _log = logging.getLogger(__name__)

@@ -16,34 +16,34 @@ from tierkv._threads import Lane
 from tierkv.errors import TierError, bad_setting
 from tierkv.protocols import Clock, TierContext
 from tierkv.sizes import format_size
-from tierkv.tiers._fs_batch import Batches
-from tierkv.tiers._fs_books import Books
-from tierkv.tiers._fs_catalogue import catalogue_nbytes
-from tierkv.tiers._fs_dirs import NotRegularError, discard_root_lock, make_directory, make_root
-from tierkv.tiers._fs_feed import Feed
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.batch import Batches
+from tierkv.tiers._fs.books import Books
+from tierkv.tiers._fs.catalogue import catalogue_nbytes
+from tierkv.tiers._fs.dirs import NotRegularError, discard_root_lock, make_directory, make_root
+from tierkv.tiers._fs.feed import Feed
+from tierkv.tiers._fs.file_io import ChunkFiles, Tally, direct_works
+from tierkv.tiers._fs.format import (
     PAGE_NBYTES,
     Sums,
     charge_nbytes,
     namespace_digest,
     padded_nbytes,
 )
-from tierkv.tiers._fs_holes import is_in_memory
-from tierkv.tiers._fs_index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
-from tierkv.tiers._fs_io import ChunkFiles, Tally, direct_works
-from tierkv.tiers._fs_leftovers import Leftovers
-from tierkv.tiers._fs_list import leaf_times_ns
-from tierkv.tiers._fs_lookup import Lookups
-from tierkv.tiers._fs_memory import ScratchRing
-from tierkv.tiers._fs_ops import Operations
-from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_probe import default_min_free_nbytes
-from tierkv.tiers._fs_scan import Gate, Scanner
-from tierkv.tiers._fs_secret import SecretSource
-from tierkv.tiers._fs_slab_files import SlabFiles
-from tierkv.tiers._fs_slab_io import MOST_IN_RUN, SlabIO
-from tierkv.tiers._fs_slabs import Slabs
-from tierkv.tiers._fs_store import Store
+from tierkv.tiers._fs.holes import is_in_memory
+from tierkv.tiers._fs.index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
+from tierkv.tiers._fs.leftovers import Leftovers
+from tierkv.tiers._fs.listing import leaf_times_ns
+from tierkv.tiers._fs.lookup import Lookups
+from tierkv.tiers._fs.memory import ScratchRing
+from tierkv.tiers._fs.ops import Operations
+from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.probe import default_min_free_nbytes
+from tierkv.tiers._fs.scan import Gate, Scanner
+from tierkv.tiers._fs.secret import SecretSource
+from tierkv.tiers._fs.slab_files import SlabFiles
+from tierkv.tiers._fs.slab_io import MOST_IN_RUN, SlabIO
+from tierkv.tiers._fs.slabs import Slabs
+from tierkv.tiers._fs.store import Store
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)

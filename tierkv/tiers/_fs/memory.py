@@ -6,7 +6,7 @@ import mmap
 from collections import deque
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_format import PAGE_NBYTES
+from tierkv.tiers._fs.format import PAGE_NBYTES
 
 _ZEROS: Final = memoryview(bytes(64 * 1024))
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from tierkv.errors import TierError
-from tierkv.tiers._fs_dirs import names_in, unlink_quietly
-from tierkv.tiers._fs_format import PAGE_NBYTES, ROOT_LOCK, parse_owner_file
-from tierkv.tiers._fs_page import OwnerPage
+from tierkv.tiers._fs.dirs import names_in, unlink_quietly
+from tierkv.tiers._fs.format import PAGE_NBYTES, ROOT_LOCK, parse_owner_file
+from tierkv.tiers._fs.page import OwnerPage
 
 _log = logging.getLogger(__name__)
 

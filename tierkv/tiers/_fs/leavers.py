@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 
-from tierkv.tiers._fs_books import Leaver
-from tierkv.tiers._fs_catalogue import BadCatalogueError, parse_slab_name
-from tierkv.tiers._fs_dirs import NotRegularError, open_directory, unlink_first
-from tierkv.tiers._fs_io import Tally
-from tierkv.tiers._fs_list import leaf_opened
-from tierkv.tiers._fs_slab import Slab
-from tierkv.tiers._fs_slab_files import SlabFiles
+from tierkv.tiers._fs.books import Leaver
+from tierkv.tiers._fs.catalogue import BadCatalogueError, parse_slab_name
+from tierkv.tiers._fs.dirs import NotRegularError, open_directory, unlink_first
+from tierkv.tiers._fs.file_io import Tally
+from tierkv.tiers._fs.listing import leaf_opened
+from tierkv.tiers._fs.slab import Slab
+from tierkv.tiers._fs.slab_files import SlabFiles
 
 _log = logging.getLogger(__name__)
 

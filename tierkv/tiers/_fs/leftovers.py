@@ -10,8 +10,8 @@ import os
 import threading
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_books import Books
-from tierkv.tiers._fs_dirs import NotRegularError, open_directory, unlink
+from tierkv.tiers._fs.books import Books
+from tierkv.tiers._fs.dirs import NotRegularError, open_directory, unlink
 
 Names = tuple[str, ...]
 

@@ -1,6 +1,6 @@
 """One slab: a preallocated file of equal slots, which of them are taken, and the bytes in them.
 
-Decides nothing about room or keys: see _fs_slabs. What makes a chunk visible is its row in the catalogue.
+Decides nothing about room or keys: see slabs.py. What makes a chunk visible is its row in the catalogue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_catalogue import Catalogue, Row
-from tierkv.tiers._fs_dirs import sync_upwards
-from tierkv.tiers._fs_format import HEADER_NBYTES, BadHeaderError, Header, Sums, unpack_header
-from tierkv.tiers._fs_holes import allocate, punch
-from tierkv.tiers._fs_io import TOUCH_AFTER_S, Identity, Tally
+from tierkv.tiers._fs.catalogue import Catalogue, Row
+from tierkv.tiers._fs.dirs import sync_upwards
+from tierkv.tiers._fs.file_io import TOUCH_AFTER_S, Identity, Tally
+from tierkv.tiers._fs.format import HEADER_NBYTES, BadHeaderError, Header, Sums, unpack_header
+from tierkv.tiers._fs.holes import allocate, punch
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)

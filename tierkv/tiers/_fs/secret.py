@@ -1,6 +1,6 @@
 """Where the secret of a keyed checksum comes from: a file, or a variable of the environment.
 
-Only its place is ever written down, shown or logged; what is read goes into :class:`~tierkv.tiers._fs_format.Sums`.
+Only its place is ever written down, shown or logged; what is read goes into :class:`~tierkv.tiers._fs.format.Sums`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tierkv.errors import bad_setting
-from tierkv.tiers._fs_format import PLAIN, Sums
+from tierkv.tiers._fs.format import PLAIN, Sums
 
 _log = logging.getLogger(__name__)
 

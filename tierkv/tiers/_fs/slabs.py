@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from tierkv.tiers._fs_books import Books, Held
-from tierkv.tiers._fs_catalogue import BadCatalogueError, Row, catalogue_nbytes
-from tierkv.tiers._fs_io import NO_SPACE
-from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_slab import Berth, Slab
-from tierkv.tiers._fs_slab_files import SlabFiles
+from tierkv.tiers._fs.books import Books, Held
+from tierkv.tiers._fs.catalogue import BadCatalogueError, Row, catalogue_nbytes
+from tierkv.tiers._fs.file_io import NO_SPACE
+from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.slab import Berth, Slab
+from tierkv.tiers._fs.slab_files import SlabFiles
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Final
 
 import xxhash
 
-from tierkv.tiers._fs_format import PAGE_NBYTES
+from tierkv.tiers._fs.format import PAGE_NBYTES
 
 FRESH_S: Final = 10.0
 """Without flock, an owner whose heartbeat is younger than this counts as alive."""

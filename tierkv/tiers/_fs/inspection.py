@@ -1,4 +1,4 @@
-"""A root looked at from outside, with or without engines running on it. Changes nothing in it; see _fs_sweep.
+"""A root looked at from outside, with or without engines running on it. Changes nothing in it; see sweep.py.
 
 What vanishes meanwhile is passed over: a living owner evicts as it likes. No link is followed and nothing but regular
 files is opened, as everywhere in the tier.
@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Final
 
 from tierkv.errors import bad_setting
-from tierkv.tiers._fs_catalogue import (
+from tierkv.tiers._fs.catalogue import (
     PART,
     SLAB,
     SlabName,
@@ -28,8 +28,9 @@ from tierkv.tiers._fs_catalogue import (
     rows_of,
     slab_name,
 )
-from tierkv.tiers._fs_dirs import directory, entries_of, names_in
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.dirs import directory, entries_of, names_in
+from tierkv.tiers._fs.file_io import damage
+from tierkv.tiers._fs.format import (
     HEADER_NBYTES,
     LEAVES,
     PAGE_NBYTES,
@@ -47,8 +48,7 @@ from tierkv.tiers._fs_format import (
     parse_file_name,
     parse_owner_file,
 )
-from tierkv.tiers._fs_io import damage
-from tierkv.tiers._fs_page import FRESH_S, OwnerPage
+from tierkv.tiers._fs.page import FRESH_S, OwnerPage
 from tierkv.types import ChunkKey
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -16,18 +16,18 @@ from collections.abc import Set as AbstractSet
 from typing import Final, cast
 
 from tierkv.errors import TierError
-from tierkv.tiers._fs_books import Books, Held, Leaver
-from tierkv.tiers._fs_dirs import NotRegularError, entries_in, open_directory
-from tierkv.tiers._fs_feed import BATCH, Feed, Listed
-from tierkv.tiers._fs_format import LEAVES, PAGE_NBYTES, file_name, leaf_of
-from tierkv.tiers._fs_index import BadIndexError, Index, index_nbytes, read_index
-from tierkv.tiers._fs_io import Tally
-from tierkv.tiers._fs_leavers import shrink_leaver
-from tierkv.tiers._fs_leftovers import Leftovers
-from tierkv.tiers._fs_list import Hints, Lister, leaf_opened, leaf_times_ns, listed_in, namespaces
-from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_slabs import Slabs
-from tierkv.tiers._fs_store import Store
+from tierkv.tiers._fs.books import Books, Held, Leaver
+from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory
+from tierkv.tiers._fs.feed import BATCH, Feed, Listed
+from tierkv.tiers._fs.file_io import Tally
+from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, file_name, leaf_of
+from tierkv.tiers._fs.index import BadIndexError, Index, index_nbytes, read_index
+from tierkv.tiers._fs.leavers import shrink_leaver
+from tierkv.tiers._fs.leftovers import Leftovers
+from tierkv.tiers._fs.listing import Hints, Lister, leaf_opened, leaf_times_ns, listed_in, namespaces
+from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.slabs import Slabs
+from tierkv.tiers._fs.store import Store
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)

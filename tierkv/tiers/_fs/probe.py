@@ -10,9 +10,9 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tierkv.tiers._fs_dirs import unlink_quietly
-from tierkv.tiers._fs_format import PAGE_NBYTES
-from tierkv.tiers._fs_io import direct_works
+from tierkv.tiers._fs.dirs import unlink_quietly
+from tierkv.tiers._fs.file_io import direct_works
+from tierkv.tiers._fs.format import PAGE_NBYTES
 
 DEFAULT_MIN_FREE_PART = 20
 MOST_DEFAULT_FREE_NBYTES = 1 << 30

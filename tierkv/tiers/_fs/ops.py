@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from tierkv.errors import ChunkSizeError, CorruptChunkError, TierReadError, TierWriteError
-from tierkv.tiers._fs_books import Books, Held
-from tierkv.tiers._fs_dirs import NotRegularError
-from tierkv.tiers._fs_format import charge_nbytes, file_name, fits_a_header
-from tierkv.tiers._fs_io import NO_SPACE, ChunkFiles, CorruptFileError, Identity, LeftoverError, Tally
-from tierkv.tiers._fs_leavers import shrink_leaver
-from tierkv.tiers._fs_leftovers import Leftovers
-from tierkv.tiers._fs_lookup import MOST_MOVES, Lookups
-from tierkv.tiers._fs_memory import Scratch
-from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_scan import Scanner
-from tierkv.tiers._fs_store import Store
+from tierkv.tiers._fs.books import Books, Held
+from tierkv.tiers._fs.dirs import NotRegularError
+from tierkv.tiers._fs.file_io import NO_SPACE, ChunkFiles, CorruptFileError, Identity, LeftoverError, Tally
+from tierkv.tiers._fs.format import charge_nbytes, file_name, fits_a_header
+from tierkv.tiers._fs.leavers import shrink_leaver
+from tierkv.tiers._fs.leftovers import Leftovers
+from tierkv.tiers._fs.lookup import MOST_MOVES, Lookups
+from tierkv.tiers._fs.memory import Scratch
+from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.scan import Scanner
+from tierkv.tiers._fs.store import Store
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
 _log = logging.getLogger(__name__)

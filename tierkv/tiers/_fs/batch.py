@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from tierkv.tiers._fs_books import Books
-from tierkv.tiers._fs_format import HEADER_NBYTES
-from tierkv.tiers._fs_memory import Scratch, ScratchRing
-from tierkv.tiers._fs_ops import Operations, as_bytes
-from tierkv.tiers._fs_owners import Seat
-from tierkv.tiers._fs_slab import Slab
-from tierkv.tiers._fs_slab_io import SlabIO
-from tierkv.tiers._fs_slabs import Slabs
+from tierkv.tiers._fs.books import Books
+from tierkv.tiers._fs.format import HEADER_NBYTES
+from tierkv.tiers._fs.memory import Scratch, ScratchRing
+from tierkv.tiers._fs.ops import Operations, as_bytes
+from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.slab import Slab
+from tierkv.tiers._fs.slab_io import SlabIO
+from tierkv.tiers._fs.slabs import Slabs
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
 Reads = Sequence[tuple[ChunkKey, memoryview]]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tierkv.tiers._fs_catalogue import (
+from tierkv.tiers._fs.catalogue import (
     PART,
     SLAB,
     SLOTS,
@@ -21,11 +21,11 @@ from tierkv.tiers._fs_catalogue import (
     parse_slab_name,
     slab_name,
 )
-from tierkv.tiers._fs_dirs import names_in, sync_upwards, unlink_quietly
-from tierkv.tiers._fs_format import PLAIN, Sums
-from tierkv.tiers._fs_holes import UNSUPPORTED, allocate, punch
-from tierkv.tiers._fs_io import Tally
-from tierkv.tiers._fs_slab import SAFE, Slab, header_at, open_regular
+from tierkv.tiers._fs.dirs import names_in, sync_upwards, unlink_quietly
+from tierkv.tiers._fs.file_io import Tally
+from tierkv.tiers._fs.format import PLAIN, Sums
+from tierkv.tiers._fs.holes import UNSUPPORTED, allocate, punch
+from tierkv.tiers._fs.slab import SAFE, Slab, header_at, open_regular
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)

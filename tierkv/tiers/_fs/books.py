@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_format import PAGE_NBYTES
+from tierkv.tiers._fs.format import PAGE_NBYTES
 from tierkv.types import ChunkKey
 
 _SLOT_BITS: Final = 12
@@ -61,7 +61,7 @@ class Books:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.limit_nbytes = 0
-        """Granted to this owner by the root; see _fs_owners."""
+        """Granted to this owner by the root; see owners.py."""
         self.fixed_nbytes = 0
         """Lock files of ours, and room for the index of a clean close."""
         self.adopting_nbytes = 0

@@ -3,11 +3,11 @@
 A root looks like this::
 
     root/tierkv.lock                                   held for moments, by whoever changes who owns what; empty
-    root/owner-<owner id>.lock                         flock-held by a living owner; see _fs_owners
-    root/owner-<owner id>.index                        written by a clean close; see _fs_index
+    root/owner-<owner id>.lock                         flock-held by a living owner; see owners.py
+    root/owner-<owner id>.index                        written by a clean close; see index.py
     root/<namespace digest>/<leaf>/<key hex>.<owner id>        a whole chunk: header, payload, zeros up to 4 KiB
     root/<namespace digest>/<leaf>/<key hex>.<owner id>.part<n>  one that its owner's worker n is writing
-    root/<namespace digest>/<owner id>.<slot bytes>.slab       an owner's slots, with the slab layout; see _fs_catalogue
+    root/<namespace digest>/<owner id>.<slot bytes>.slab       an owner's slots, with the slab layout; see catalogue.py
     root/<namespace digest>/<owner id>.<slot bytes>.slots      which key lies in which of them
 
 Everything else in a root is foreign and never touched or counted.

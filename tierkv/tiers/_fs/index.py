@@ -20,8 +20,8 @@ import aiofiles
 import aiofiles.os
 import xxhash
 
-from tierkv.tiers._fs_dirs import unlink_quietly
-from tierkv.tiers._fs_format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
+from tierkv.tiers._fs.dirs import unlink_quietly
+from tierkv.tiers._fs.format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)

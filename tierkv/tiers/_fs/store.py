@@ -9,12 +9,12 @@ import contextlib
 import time
 from typing import NamedTuple
 
-from tierkv.tiers._fs_books import Held
-from tierkv.tiers._fs_io import ChunkFiles, CorruptFileError, Identity, damage, identity_of
-from tierkv.tiers._fs_memory import Scratch
-from tierkv.tiers._fs_slab import Berth
-from tierkv.tiers._fs_slab_io import SlabIO
-from tierkv.tiers._fs_slabs import Slabs
+from tierkv.tiers._fs.books import Held
+from tierkv.tiers._fs.file_io import ChunkFiles, CorruptFileError, Identity, damage, identity_of
+from tierkv.tiers._fs.memory import Scratch
+from tierkv.tiers._fs.slab import Berth
+from tierkv.tiers._fs.slab_io import SlabIO
+from tierkv.tiers._fs.slabs import Slabs
 from tierkv.types import ChunkKey
 
 

@@ -20,8 +20,8 @@ from collections import Counter
 from typing import Final
 
 from tierkv.errors import ChunkSizeError
-from tierkv.tiers._fs_dirs import NotRegularError, make_directory, open_directory, sync_upwards, unlink, unlink_first
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.dirs import NotRegularError, make_directory, open_directory, sync_upwards, unlink, unlink_first
+from tierkv.tiers._fs.format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
     PLAIN,
@@ -34,7 +34,7 @@ from tierkv.tiers._fs_format import (
     pack_header,
     part_name,
 )
-from tierkv.tiers._fs_memory import Scratch, zero
+from tierkv.tiers._fs.memory import Scratch, zero
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_format import MAX_KEY_NBYTES, PAGE_NBYTES, VERSION, padded_nbytes
+from tierkv.tiers._fs.format import MAX_KEY_NBYTES, PAGE_NBYTES, VERSION, padded_nbytes
 from tierkv.types import ChunkKey
 
 SLAB: Final = "slab"

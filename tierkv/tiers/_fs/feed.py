@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs_index import Index
+from tierkv.tiers._fs.index import Index
 from tierkv.types import ChunkKey, Found
 
 BATCH: Final = 2_000

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tierkv.errors import ChunkSizeError
-from tierkv.tiers._fs_format import (
+from tierkv.tiers._fs.file_io import CorruptFileError
+from tierkv.tiers._fs.format import (
     HEADER_NBYTES,
     PAGE_NBYTES,
     PLAIN,
@@ -21,9 +22,8 @@ from tierkv.tiers._fs_format import (
     padded_nbytes,
     payload_in_slot,
 )
-from tierkv.tiers._fs_io import CorruptFileError
-from tierkv.tiers._fs_memory import Scratch, zero
-from tierkv.tiers._fs_slab import Berth, Slab
+from tierkv.tiers._fs.memory import Scratch, zero
+from tierkv.tiers._fs.slab import Berth, Slab
 from tierkv.types import Chunk, ChunkKey
 
 RUN_NBYTES: Final = 2 << 20

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from tierkv.tiers._fs_format import ROOT_LOCK
+from tierkv.tiers._fs.format import ROOT_LOCK
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

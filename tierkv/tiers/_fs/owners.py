@@ -24,11 +24,11 @@ from typing import Final
 
 from tierkv.errors import TierError
 from tierkv.protocols import Clock
-from tierkv.tiers._fs_books import MAX_IDS, Books
-from tierkv.tiers._fs_format import PAGE_NBYTES
-from tierkv.tiers._fs_io import NO_SPACE
-from tierkv.tiers._fs_locks import LockFiles, Other
-from tierkv.tiers._fs_page import FRESH_S, OwnerPage
+from tierkv.tiers._fs.books import MAX_IDS, Books
+from tierkv.tiers._fs.file_io import NO_SPACE
+from tierkv.tiers._fs.format import PAGE_NBYTES
+from tierkv.tiers._fs.locks import LockFiles, Other
+from tierkv.tiers._fs.page import FRESH_S, OwnerPage
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from tierkv.tiers._fs_catalogue import SLAB, SLOTS
-from tierkv.tiers._fs_inspect import Found, Kind, Root
-from tierkv.tiers._fs_sweep import Broom, Census, Fate, Swept, orphans_of, settle
+from tierkv.tiers._fs.catalogue import SLAB, SLOTS
+from tierkv.tiers._fs.inspection import Found, Kind, Root
+from tierkv.tiers._fs.sweep import Broom, Census, Fate, Swept, orphans_of, settle
 
 UNREAD: Final = "unread"
 OVER: Final = "over capacity"
