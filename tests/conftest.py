@@ -14,25 +14,24 @@ from hypothesis import HealthCheck, Verbosity, settings
 from tests.leaks import Snapshot, wait_for_none
 from tests.patience import be_patient
 
-# No profile has a deadline: on a shared machine it measures the neighbours.
-settings.register_profile("dev", max_examples=100, deadline=None)
+# No profile has a deadline, nor minds how long drawing takes: on a shared machine that measures the neighbours.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", PATIENT, max_examples=100)
 settings.register_profile(
     "ci",
+    PATIENT,
     max_examples=200,
-    deadline=None,
     derandomize=True,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "nightly",
+    PATIENT,
     max_examples=2_000,
     stateful_step_count=100,
-    deadline=None,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("debug", max_examples=10, deadline=None, verbosity=Verbosity.verbose)
+settings.register_profile("debug", PATIENT, max_examples=10, verbosity=Verbosity.verbose)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 be_patient()
 
