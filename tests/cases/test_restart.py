@@ -89,6 +89,9 @@ async def test_a18_unfinished_files_of_the_dead_go_and_those_of_the_living_stay(
             assert recount(root) - sum(4096 for _ in foreign) <= LIMIT
             stalled[1].let_go()
             await turns_until(lambda: len(_said(root)) >= 5)
+            stalled[1].remove()
+            again = alive.faults.add("rename", path=f"{root}/", hang=True)
+            await again.met(waiting=True)  # else it might have evicted, by now, what it said last
             n = _said(root)[-1]
             assert await fetch(cache, [n, n]) == 1, "it got its name, and others read it"
         assert all(path.read_text() == "somebody's" for path in foreign) and (leaf / "link").is_symlink()
