@@ -215,10 +215,12 @@ class Ledger:
         """Ban their eviction and the reuse of their space until the matching :meth:`release`."""
         fresh: list[Entry] = []
         for entry in entries:
-            if not entry.holds:
+            if entry.holds:
+                entry.holds += 1
+            else:
+                entry.holds = 1
                 entry.held = True
                 fresh.append(entry)
-            entry.holds += 1
         if fresh:
             self.n_held += len(fresh)
             self.held_nbytes += self._charged(fresh)

@@ -29,6 +29,7 @@ class Room(Flow):
         self._undemanding = plan.admission is None and not self.levels[0].demotes
         """The primary takes whoever comes, and who leaves it leaves no copy: a free slot is all that an offer needs."""
         self._get, self._free_slots = self.primary.get, self.primary.free_slots
+        self._counts = self.levels[0].counts
         self._n_ahead = min(_MOST_AHEAD, (plan.n_slots or 0) >> _AHEAD_SHIFT) if evicts_ahead else 0
 
     def offer_new(self, chunks: Sequence[Chunk], shielded: Collection[ChunkKey] = NOTHING) -> list[Entry] | None:
@@ -58,7 +59,7 @@ class Room(Flow):
             return None
         if not (self._free_slots or self._make_way((chunk,), 1, shielded)):
             return None
-        self.levels[0].counts.offered += 1
+        self._counts.offered += 1
         return self.primary.reserve_one(chunk)
 
     def _make_way(self, wanted: Sequence[Chunk], n_short: int, shielded: Collection[ChunkKey]) -> bool:

@@ -188,8 +188,8 @@ def show(results: dict[tuple[int, int], dict[str, list[float]]]) -> None:
 def test_cheaper_than_vllms_own_manager() -> None:
     """A lookup or a completed store costs no more than in vLLM's LRU manager, an offer or a load a third.
 
-    Beside heavy load offers took 0.25 to 0.38, in pieces of 1 the most, loads of 2,048 chunks 0.13 to 0.18 and loads of
-    64, where what a request costs by itself counts, 0.28 to 0.49. The bounds leave room for a noisy machine; the
+    On a quiet machine offers took 0.21 to 0.34, in pieces of 1 the most, loads of 2,048 chunks 0.11 to 0.15 and those
+    of 64, where what a request costs by itself counts, 0.26 to 0.37. The bounds leave room for a noisy machine; the
     printed table has the figures.
     """
     results = table(100_000, 8)

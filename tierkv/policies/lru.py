@@ -150,15 +150,14 @@ class LRU(LeafOrder):
     def touch(self, seats: Sequence[Seat]) -> None:
         """Rank resident chunks as the newest, the first of them above all."""
         base = self._stamp
-        stamp = self._stamp = base + len(seats)
+        self._stamp = base + len(seats)
         self._line.extend(reversed(seats))
-        for seat in seats:
+        for stamp, seat in zip(range(self._stamp, base, -1), seats, strict=True):
             if seat.stamp <= base:
                 seat.stamp = stamp
                 if seat.heaped is not None:
                     self._heap.drop(seat)
             elif LAST <= seat.stamp <= LAST + base:
                 seat.stamp = LAST + stamp
-            stamp -= 1
         if self._stamp > self._tidy_at:
             self._shorten()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from tierkv._ledger import GONE, PENDING, Entry
@@ -12,6 +12,7 @@ from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm._wishes import NOTHING, Wishes
 
 _SUFFIX = slice(-4, None)
+_link = attrgetter("link")
 _NO_TAIL: tuple[int, ChunkKey | None] = (0, None)
 _Position = Callable[[Any], int | None]
 _make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
@@ -135,15 +136,17 @@ class ChunkMaker:
         for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
             yield self._groups[suffix], run
 
-    def known(self, entries: Sequence[Entry], request: Request) -> tuple[Sequence[Chunk], bool]:
-        """Chunks about to be loaded; whether they were made again, since entries that a scan found know too little."""
+    def learned(self, entries: Sequence[Entry], request: Request) -> Sequence[Chunk] | None:
+        """Chunks about to be loaded, made again where entries that a scan found know too little; None: they know all.
+
+        What they know is looked up in the chunks as little as possible: those lie elsewhere in memory, mostly cold.
+        """
         group = self._only
-        chunks = [entry.chunk for entry in entries]
-        if group is None or not chunks or not chunks[0].end_token or _n_heads(chunks) > (chunks[0].parent is None):
-            return self.make([chunk.key for chunk in chunks], request), True
+        if group is None or not entries or not entries[0].chunk.end_token or not _is_chain(entries):
+            return self.make([entry.key for entry in entries], request)
         if not group.sliding:
-            request.tails[group.group_id] = (chunks[-1].end_token, chunks[-1].key)
-        return chunks, False
+            request.tails[group.group_id] = (entries[-1].chunk.end_token, entries[-1].key)
+        return None
 
     def one(self, key: ChunkKey, request: Request, parent: ChunkKey | None) -> Chunk:
         """A chunk that a lookup has found below."""
@@ -152,8 +155,10 @@ class ChunkMaker:
         return Chunk(key, None if group.sliding else parent, group.group_id, end or 0, group.nbytes, request.tenant)
 
 
-def _n_heads(chunks: Sequence[Chunk]) -> int:
-    return [chunk[1] for chunk in chunks].count(None)
+def _is_chain(entries: Sequence[Entry]) -> bool:
+    """Whether all know a parent but perhaps the first, of which a head may have none."""
+    behind = entries[1:]
+    return all(map(_link, behind)) or all(entry.chunk[1] for entry in behind)
 
 
 def _call_order(request: Request, maker: ChunkMaker) -> Callable[[Any], int]:

@@ -106,8 +106,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         page = self._joined or self._join()
         request = self._request(req_context)
         spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
-        chunks, learned = self._maker.known(entries, request)
-        self._used(entries, chunks, request, learned=learned)
+        self._used(entries, self._maker.learned(entries, request), request)
         self._count_hits(keys, request)
         self._leases.end(request)
         return spec
@@ -116,27 +115,31 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """Every rank has its copy. Late ends, of loads from before a reset, are ignored."""
         self._jobs.close_load(keys)
 
-    def _used(self, entries: Sequence[Entry], told: Sequence[Chunk], request: Request, *, learned: bool) -> None:
+    def _used(self, entries: Sequence[Entry], learned: Sequence[Chunk] | None, request: Request) -> None:
         """Report the request's use of these to the orders of all levels, each chunk once a request.
 
-        What is ``told`` are the entries' own chunks, unless somebody has ``learned`` more of them.
+        Where somebody has ``learned`` more of them than the entries' own chunks say, it is those that are told.
         """
         reached = request.accessed_to
         if reached:
+            told = learned or [entry.chunk for entry in entries]
             new = [chunk.end_token > reached.get(chunk.group, 0) for chunk in told]
-            entries, told = list(compress(entries, new)), list(compress(told, new))
+            entries = list(compress(entries, new))
+            learned = learned and list(compress(learned, new))
         if not entries:
             return
         if learned:
-            self._primary.access(zip(entries, told, strict=True))
+            self._primary.access(zip(entries, learned, strict=True))
         else:
             self._primary.touch(entries)
         for level in self.hierarchy.levels[1:]:
             get = level.ledger.get
+            told = learned or [entry.chunk for entry in entries]
             below = [(entry, chunk) for chunk in told if (entry := get(chunk.key)) is not None]
             if below:
                 level.ledger.access(below)
-        self._reached(request, told)
+        last = entries if self._many_groups else entries[-1:]
+        self._reached(request, learned or [entry.chunk for entry in last])
 
     def _count_hits(self, keys: Collection[ChunkKey], request: Request) -> None:
         n_below = sum(key in request.promoted for key in keys) if request.promoted else 0
@@ -175,8 +178,9 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         entry = self.hierarchy.offer_one(chunk, self._answered)
         if entry is None:
             return self._prepared((key,), [chunk], None, request, page)
-        if chunk[3] > request.accessed_to.get(chunk[2], 0):
-            request.accessed_to[chunk[2]] = chunk[3]
+        _, _, group, end_token, _, _, _ = chunk
+        if end_token > request.accessed_to.get(group, 0):
+            request.accessed_to[group] = end_token
         self._metrics.allocations.append(1)
         return PrepareStoreOutput([key], self._jobs.open_store_of_one(entry, request, page.generation), [])
 
@@ -214,7 +218,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             self._note_hole(request, [chunk for chunk, reason in offer.refused if reason is not Reason.NOT_ADMITTED])
         if offer.present:
             ready = [entry for entry in offer.present if entry.state is READY]
-            self._used(ready, [entry.chunk for entry in ready], request, learned=False)
+            self._used(ready, None, request)
         return offer.reserved
 
     def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
