@@ -50,7 +50,7 @@ class Room(Flow):
         n_short = n_chunks - len(self._free_slots)
         if longest_nbytes > self._slot_nbytes or (n_short > 0 and not self._make_way(chunks, n_short, shielded)):
             return None
-        self.levels[0].counts.offered += n_chunks
+        self._counts.offered += n_chunks
         return primary.reserve(chunks)
 
     def offer_one(self, chunk: Chunk, shielded: Collection[ChunkKey]) -> Entry | None:

@@ -68,6 +68,13 @@ class Look:
         self._told.set()
 
 
+async def leave_two(root: Path) -> None:
+    """What the next one to open this root finds there: two chunks of one that was killed."""
+    async with opened(root, n_chunks=4) as before:
+        await store(before, chunk_of(0), chunk_of(1))
+        kill(before)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
@@ -141,9 +148,7 @@ async def test_a_probe_beside_the_scan_does_not_bring_back_what_was_deleted(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen and deleted before the scan has come to it: neither the probe nor the scan makes a record of it."""
-    async with opened(root, n_chunks=4) as before:
-        await store(before, chunk_of(0), chunk_of(1))
-        kill(before)
+    await leave_two(root)
     gate = threading.Event()
     async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(PATIENCE_S)) as tier:
         look = Look(tier, monkeypatch)
@@ -160,9 +165,7 @@ async def test_a_probe_beside_the_scan_does_not_bring_back_what_was_deleted(
 
 async def test_a_deletion_between_the_trim_and_the_books_is_final(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the scan was about to enter is deleted: there is no record of it, and nobody hears of it."""
-    async with opened(root, n_chunks=4) as before:
-        await store(before, chunk_of(0), chunk_of(1))
-        kill(before)
+    await leave_two(root)
     listing = threading.Event()
     async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
         scanner, operations = _mount(tier).scanner, _mount(tier).operations
@@ -183,9 +186,7 @@ async def test_a_probe_that_outlasts_the_scan_does_not_bring_back_what_was_delet
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen while the scan ran, deleted after it had ended, when removals are no longer remembered for it."""
-    async with opened(root, n_chunks=4) as before:
-        await store(before, chunk_of(0), chunk_of(1))
-        kill(before)
+    await leave_two(root)
     gate = threading.Event()
     async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(PATIENCE_S)) as tier:
         look = Look(tier, monkeypatch)
@@ -292,9 +293,7 @@ async def test_an_answer_older_than_a_deletion_acknowledges_nothing(
     A stored event after that would promise a chunk that nobody has.
     """
     monkeypatch.setattr(_driver, "_PROBE_S", 30.0)
-    async with opened(root, n_chunks=4) as before:
-        await store(before, chunk_of(0), chunk_of(1))
-        kill(before)
+    await leave_two(root)
     listing = threading.Event()
     tier = LateTier(late, root, capacity=capacity_for(4), min_free=0, _scan_gate=lambda *_: listing.wait(PATIENCE_S))
     events: list[Event] = []
