@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import stat
@@ -193,7 +194,7 @@ class SlotPath:
     def exists(self) -> bool:
         catalogue = self.slab.with_suffix(".slots")
         with catalogue.open("rb") as file:
-            rows = Catalogue(file.fileno(), self._nbytes, bytes.fromhex(catalogue.parent.name)).rows()
+            rows = Catalogue(file.fileno(), self._nbytes, bytes.fromhex(catalogue.parent.name)).rows(tidy=False)
             return any(row.slot == self.slot for piece in rows for row in piece)
 
     def read_bytes(self) -> bytes:
@@ -235,16 +236,29 @@ def unfinished_of(root: Path, key: ChunkKey, tier: FSTier) -> Path:
 
 def n_on_disk(root: Path) -> int:
     """Chunks as the disk says: files, or rows of catalogues."""
-    names = [path.name for path in files_under(root) if not path.name.startswith(("owner", "tierkv"))]
-    if not is_slab():
-        return len(names)
-    n_rows = 0
-    for path in root.rglob("*.slots"):
-        with path.open("rb") as file:
+    return n_rows(root) if is_slab() else n_files(root)
+
+
+def n_files(root: Path) -> int:
+    """Chunk files, whole or not."""
+    ours = ("owner", "tierkv")
+    return sum(not path.name.startswith(ours) for path in files_under(root) if parse_slab_name(path.name) is None)
+
+
+def n_rows(root: Path) -> int:
+    """Chunks in slabs."""
+    return sum(1 for _ in rows_under(root))
+
+
+def rows_under(root: Path | str) -> Iterator[tuple[ChunkKey, SlotPath]]:
+    """Every row of every slab, and what it stands for."""
+    for path in sorted(Path(root).rglob("*.slots")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             slab = parse_slab_name(path.name)
-            catalogue = Catalogue(file.fileno(), slab.slot_nbytes, bytes.fromhex(path.parent.name))  # type: ignore[union-attr]
-            n_rows += sum(map(len, catalogue.rows()))
-    return n_rows
+            assert slab is not None
+            catalogue = Catalogue(file.fileno(), slab.slot_nbytes, bytes.fromhex(path.parent.name))
+            for row in (row for rows in catalogue.rows(tidy=False) for row in rows):
+                yield row.key, SlotPath(path.with_suffix(".slab"), row.slot, slab.slot_nbytes)
 
 
 def chunk_bytes(root: Path, tier: FSTier) -> int:

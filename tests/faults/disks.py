@@ -98,13 +98,14 @@ class Ext4Disk(SmallDisk):
 
 
 @contextlib.contextmanager
-def ext4_disk(path: Path, nbytes: int = 16 * _A_MIB) -> Iterator[Ext4Disk]:
-    """An ext4 on a loop device at a path, until the context ends."""
+def ext4_disk(path: Path, nbytes: int = 16 * _A_MIB, *, extents: bool = True) -> Iterator[Ext4Disk]:
+    """An ext4 on a loop device at a path, until the context ends. Without extents, as ext3 was: no ``fallocate``."""
     need(may_mount() and _has_ext4(), "root, loop devices and mkfs.ext4")
     image = path.with_suffix(".image")
     with image.open("wb") as file:
         file.truncate(nbytes)
-    _run("mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(image))
+    features = "^has_journal" if extents else "^has_journal,^extent,^64bit"
+    _run("mkfs.ext4", "-q", "-F", "-O", features, str(image))
     path.mkdir(parents=True, exist_ok=True)
     device = _run("losetup", "--find", "--show", str(image)).strip()
     try:

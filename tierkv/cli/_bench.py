@@ -27,6 +27,7 @@ _FS_OPTIONS = {
     "chunks": ("SIZES", "64KiB,256KiB,1MiB,8MiB", "64KiB,1MiB", "sizes of a chunk, multiples of 4 KiB"),
     "threads": ("COUNTS", "1,4,16", "1,4", "values of n_read_threads and n_write_threads"),
     "size": ("SIZE", "128MiB", "16MiB", "bytes of each measurement: the most that lies in DIR at a time"),
+    "layout": ("LAYOUT", "auto", "auto", "how the tier lays chunks on the disk: auto, slab or files"),
     "rounds": ("N", "3", "1", "measurements of each kind; medians are shown"),
 }
 
@@ -52,6 +53,7 @@ def fs_plan_from(arguments: argparse.Namespace) -> FSPlan:
         chunks_nbytes=parse_sizes("--chunks", typed["chunks"]),
         threads=_counts("--threads", typed["threads"]),
         size_nbytes=parse_size("--size", typed["size"], low=PAGE_NBYTES),
+        layout=_layout(typed["layout"]),
         n_rounds=parse_count("--rounds", parse_integer(typed["rounds"]), 1, 1_000),
         block_nbytes=None if arguments.block is None else parse_size("--block", arguments.block),
     )
@@ -88,6 +90,7 @@ def fs_report(plan: FSPlan, measured: Sequence[Measured]) -> BenchReport:
         settings=settings_of(plan, choice),
         details={
             "size_nbytes": plan.size_nbytes,
+            "layout": plan.layout,
             "n_rounds": plan.n_rounds,
             "direct": measured[0].direct is not None,
             "runs": [
@@ -107,12 +110,14 @@ def fs_report(plan: FSPlan, measured: Sequence[Measured]) -> BenchReport:
 
 def settings_of(plan: FSPlan, choice: Choice) -> dict[str, object]:
     """What to set in vLLM's ``kv_connector_extra_config``."""
-    tier = {
+    tier: dict[str, object] = {
         "type": "fs",
         "root_dir": plan.root,
         "n_read_threads": choice.n_read_threads,
         "n_write_threads": choice.n_write_threads,
     }
+    if plan.layout != "auto":
+        tier["layout"] = plan.layout
     if plan.block_nbytes is None:
         return {"secondary_tiers": [tier]}
     return {"blocks_per_chunk": -(-choice.chunk_nbytes // plan.block_nbytes), "secondary_tiers": [tier]}
@@ -130,6 +135,14 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
 
 def _counts(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({parse_count(option, parse_integer(part), 1, 256) for part in _parts(option, text)}))
+
+
+def _layout(text: str) -> str:
+    from tierkv.tiers._fs.mount import LAYOUTS  # noqa: PLC0415 - needs the extra fs
+
+    if text not in LAYOUTS:
+        raise bad_setting("--layout", text, f"one of {', '.join(LAYOUTS)}", LAYOUTS[0])
+    return text
 
 
 def _parts(option: str, text: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from tierkv._ports import uncancelled
 from tierkv._threads import Lane
-from tierkv.cli._bench_plan import BenchError, Cell, FSPlan, Measured, Round, Speeds, summary
+from tierkv.cli._bench_plan import BenchError, Cell, FSPlan, Measured, Round, Speeds, peak_nbytes_of, summary
 from tierkv.errors import ConfigError, bad_setting
 from tierkv.protocols import TierContext
 from tierkv.sizes import format_size
@@ -111,20 +111,22 @@ async def _measure(
             told(cell)
             if _spare_nbytes(folder) < plan.peak_nbytes:
                 raise BenchError(f"{plan.root}: somebody else is filling the disk; what was written is removed")
-            rounds.append(await _round(folder, cell, chunks, number, direct=direct))
+            rounds.append(await _round(folder, cell, chunks, number, layout=plan.layout, direct=direct))
         results.append(summary(cell, rounds))
         measured(results[-1])
     return results
 
 
-async def _round(folder: str, cell: Cell, chunks: Sequence[memoryview], number: int, *, direct: bool) -> Round:
+async def _round(
+    folder: str, cell: Cell, chunks: Sequence[memoryview], number: int, *, layout: str, direct: bool
+) -> Round:
     """Everybody once, in an order that changes from round to round."""
 
     def plain(*, direct: bool) -> Awaitable[Speeds]:
         return _plain(os.path.join(folder, "plain"), cell, chunks, direct=direct)
 
     runs: dict[str, Callable[[], Awaitable[Speeds]]] = {
-        "tier": lambda: _tier(os.path.join(folder, "tier"), cell, chunks, direct=direct),
+        "tier": lambda: _tier(os.path.join(folder, "tier"), cell, chunks, layout=layout, direct=direct),
         "buffered": lambda: plain(direct=False),
     }
     if direct:
@@ -136,13 +138,14 @@ async def _round(folder: str, cell: Cell, chunks: Sequence[memoryview], number: 
     return Round(speeds["tier"], speeds.get("direct"), speeds["buffered"])
 
 
-async def _tier(root: str, cell: Cell, chunks: Sequence[memoryview], *, direct: bool) -> Speeds:
+async def _tier(root: str, cell: Cell, chunks: Sequence[memoryview], *, layout: Any, direct: bool) -> Speeds:
     """Through the fs tier: all chunks in one batch, as many threads as the cell says."""
     nbytes = cell.chunk_nbytes
-    tier = FSTier(root, n_read_threads=cell.n_threads, n_write_threads=cell.n_threads, min_free=0)
-    capacity_nbytes = 2 * len(chunks) * tier.charge_nbytes(nbytes) + (64 << 20)
-    await tier.open(TierContext(nbytes, nbytes, b"tierkv bench", capacity_nbytes))
+    tier = FSTier(root, n_read_threads=cell.n_threads, n_write_threads=cell.n_threads, min_free=0, layout=layout)
+    # A slab grows by more than it needs, as far as this goes: no further than the room that was checked.
+    capacity_nbytes = peak_nbytes_of(nbytes, len(chunks))
     try:
+        await tier.open(TierContext(nbytes, nbytes, b"tierkv bench", capacity_nbytes))
         async with asyncio.timeout(_OPEN_S):
             while not tier.writable:  # noqa: ASYNC110 - its scan of an empty directory; it has no event
                 await asyncio.sleep(0.001)

@@ -42,6 +42,8 @@ class FSPlan:
     n_rounds: int
     block_nbytes: int | None = None
     """Bytes of one KV block in all layers, to turn a chunk's size into ``blocks_per_chunk``."""
+    layout: str = "auto"
+    """Of the tier; plain files are what they are."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -54,9 +56,8 @@ class FSPlan:
 
     @property
     def peak_nbytes(self) -> int:
-        """On disk, with a header for each chunk, and directories, locks and an index beside them."""
-        n_chunks = max(cell.n_chunks(self.size_nbytes) for cell in self.cells)
-        return self.payload_nbytes + n_chunks * 2 * 4096 + (4 << 20)
+        """On disk, with all that lies beside the chunks."""
+        return max(peak_nbytes_of(cell.chunk_nbytes, cell.n_chunks(self.size_nbytes)) for cell in self.cells)
 
     def largest_fitting_nbytes(self, spare_nbytes: int) -> int | None:
         """The largest chunk doubled as often as fits; None if fewer threads are what it takes."""
@@ -64,6 +65,11 @@ class FSPlan:
         while replace(self, size_nbytes=2 * size_nbytes).peak_nbytes <= spare_nbytes:
             size_nbytes *= 2
         return size_nbytes if replace(self, size_nbytes=size_nbytes).peak_nbytes <= spare_nbytes else None
+
+
+def peak_nbytes_of(chunk_nbytes: int, n_chunks: int) -> int:
+    """With a header for each chunk; and directories, locks, an index and a slab's catalogue beside them."""
+    return n_chunks * (chunk_nbytes + 2 * 4096) + (4 << 20)
 
 
 class Speeds(NamedTuple):

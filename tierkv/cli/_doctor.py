@@ -113,6 +113,14 @@ def _file_system(path: str) -> Iterator[Finding]:
         yield Finding(True, "flock does not exclude anybody on this file system: two engines must not share this root")
     if not abilities.direct:
         yield Finding(False, "O_DIRECT does not work here: chunks go through the page cache, which costs host memory")
+    if abilities.slab:
+        yield Finding(False, 'layout "auto" takes a slab here: new chunks go into one file an engine')
+    else:
+        yield Finding(
+            False,
+            'layout "auto" takes files here, one a chunk, as the file system cannot give a file blocks and take them '
+            'back; layout "slab" is refused',
+        )
 
 
 def _space(path: str, owners: list[Owner]) -> Iterator[Finding]:
@@ -128,7 +136,9 @@ def _space(path: str, owners: list[Owner]) -> Iterator[Finding]:
         )
     if found.f_files and found.f_favail < 1_000:
         yield Finding(
-            True, f"{found.f_favail} inodes are left; each chunk is a file: make room or raise blocks_per_chunk"
+            True,
+            f"{found.f_favail} inodes are left; each chunk outside of a slab is a file: make room or raise "
+            "blocks_per_chunk",
         )
     for owner in owners:
         page = owner.page

@@ -15,7 +15,7 @@ from tierkv.protocols import Clock, TierContext
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
 from tierkv.tiers._fs.format import charge_nbytes
-from tierkv.tiers._fs.mount import Mount, Wishes
+from tierkv.tiers._fs.mount import LAYOUTS, Mount, Wishes
 from tierkv.tiers._fs.scan import Gate
 from tierkv.tiers._fs.secret import SecretSource
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
@@ -24,7 +24,6 @@ _SMALL_NBYTES: Final = 256 * 1024
 """Below this a chunk costs more in system calls and GIL than in waiting: more threads than cores make it slower."""
 _MOST_THREADS: Final = 256
 _DURABILITIES: Final = ("process", "power")
-_LAYOUTS: Final = ("files", "slab")
 
 
 class FSTier:
@@ -53,8 +52,8 @@ class FSTier:
             xxh3-128: what somebody without the secret has written or changed is a miss. Read once, at open. Chunks of
             another secret, or of none, are another namespace's: not found, and left alone until the room is needed.
         checksum_key_env: name of a variable of the environment that has the secret instead.
-        layout: "files" is one file a chunk; "slab" one preallocated file of equal slots, several times as fast for
-            chunks of less than a MiB. Both are read, whichever is written. See docs/explanation/slab.md.
+        layout: how new chunks lie on the disk; both are read. "slab" is one file of equal slots, "files" one file a
+            chunk, "auto" a slab wherever the file system and the capacity allow one. See docs/explanation/slab.md.
         name: used in metrics and messages.
         clock: seconds, for how long a negative answer holds.
 
@@ -77,7 +76,7 @@ class FSTier:
         durability: Literal["process", "power"] = "process",
         checksum_key_file: str | os.PathLike[str] | None = None,
         checksum_key_env: str | None = None,
-        layout: Literal["files", "slab"] = "files",
+        layout: Literal["auto", "slab", "files"] = "files",
         name: str = "fs",
         clock: Clock = time.monotonic,
         _scan_gate: Gate | None = None,
@@ -93,7 +92,7 @@ class FSTier:
             clock=clock,
             gate=_scan_gate,
             secret=_secret_source(name, checksum_key_file, checksum_key_env),
-            in_slab=layout == "slab",
+            layout=layout,
         )
         self._slot_nbytes = 0
         self._n_read_threads = n_read_threads
@@ -127,8 +126,6 @@ class FSTier:
         """
         if self._opening is not None or self._closing is not None:
             raise ClosedError(f"{self._name}: a tier opens once")
-        if self._wishes.in_slab:
-            self._slot_nbytes = charge_nbytes(ctx.chunk_nbytes)
         self._read_lane = Lane(f"tierkv-{self._name}-read", self._n_read_threads)
         self._write_lane = Lane(f"tierkv-{self._name}-write", self._n_write_threads)
         self._probe_lane = Lane(f"tierkv-{self._name}-probe", 1)
@@ -140,6 +137,7 @@ class FSTier:
             self._close_lanes()
             raise
         mount.start()
+        self._slot_nbytes = mount.slot_nbytes
         self._mount = mount
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
@@ -315,8 +313,8 @@ def _check(name: object, *, root: object, durability: object, clock: object, lay
         raise bad_setting(f"{name}.root", root, "the path of a directory", "/var/cache/tierkv")
     if durability not in _DURABILITIES:
         raise bad_setting(f"{name}.durability", durability, '"process" or "power"', "process")
-    if layout not in _LAYOUTS:
-        raise bad_setting(f"{name}.layout", layout, '"files" or "slab"', "files")
+    if layout not in LAYOUTS:
+        raise bad_setting(f"{name}.layout", layout, '"auto", "slab" or "files"', "auto")
 
 
 def _is_text(name: object) -> bool:

@@ -23,7 +23,7 @@ MAX_THREADS = 256
 
 WRITES = ("cascade", "demote")
 DURABILITIES = ("process", "power")
-LAYOUTS = ("files", "slab")
+LAYOUTS = ("auto", "slab", "files")
 LOCALITIES = ("LOCAL", "REMOTE")
 POOLS = ("auto", "private", "shared")
 TIER_TYPES = ("fs",)

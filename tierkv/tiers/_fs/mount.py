@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from tierkv._threads import Lane
 from tierkv.errors import TierError, bad_setting
@@ -48,6 +48,9 @@ from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
 
+Layout = Literal["auto", "slab", "files"]
+"""How new chunks lie on the disk; what is there is read, however it lies."""
+LAYOUTS: Final[tuple[str, ...]] = get_args(Layout)
 HEARTBEAT_S: Final = 1.0
 """How often an owner looks at the others: it bounds how long a newcomer waits for its share."""
 _A_ROOT: Final = "a directory, or a path where one can be made"
@@ -86,8 +89,7 @@ class Wishes:
     clock: Clock
     gate: Gate | None
     secret: SecretSource
-    in_slab: bool = False
-    """New chunks go into a slab; else each into a file of its own."""
+    layout: Layout = "files"
 
 
 class Mount:
@@ -255,6 +257,11 @@ class Mount:
         if excess > 0 and not self.books.is_scanning:  # a scan knows better what is there, and does this itself
             self._slabs.give_back(excess)
 
+    @property
+    def slot_nbytes(self) -> int:
+        """What a new chunk occupies, however short it is; 0 if each has a file of its own."""
+        return self._slot_nbytes or 0
+
     def share_nbytes(self) -> int:
         """The part of our limit that chunks can have: all but lock files and room for the index."""
         share_nbytes = max(0, self.books.limit_nbytes - self.books.fixed_nbytes)
@@ -303,10 +310,10 @@ class Mount:
             usable_nbytes = min(self._seat.capacity_nbytes // self._seat.n_owners, usable_nbytes)
             self._index_room_nbytes = index_room_nbytes(max(1, usable_nbytes // slot_nbytes))
             self.books.add_fixed(self._index_room_nbytes)
-            if self._wishes.in_slab:
-                self._slot_nbytes = slot_nbytes
+            namespace_fd = self._open_namespace()
+            if self._slot_nbytes is not None:
                 self.books.add_fixed(catalogue_nbytes(self._n_slots))
-            return self._open_namespace()
+            return namespace_fd
         except BaseException as error:
             self._seat.leave(lambda owner: owner != self._seat.new_id)
             if isinstance(error, NotRegularError):
@@ -314,18 +321,32 @@ class Mount:
             raise
 
     def _open_namespace(self) -> int:
+        """And see how new chunks will lie in it."""
         namespace_fd = make_directory(self._digest.hex(), self._root_fd)
-        if not self._wishes.in_slab:
-            return namespace_fd
-        files = SlabFiles(namespace_fd, self._digest, direct=False, durable=False, tally=self._tally)
-        error = files.refused(self._seat.id)
-        if error is None:
+        layout = self._wishes.layout
+        why_not = None if layout == "files" else self._why_no_slab(namespace_fd)
+        if layout != "files" and why_not is None:
+            self._slot_nbytes = charge_nbytes(self._ctx.chunk_nbytes)
+        if layout == "auto":
+            level = logging.INFO if why_not is None else logging.WARNING
+            chosen = f"each into a file of its own: {why_not}" if why_not else "into a slab"
+            _log.log(level, "%s: new chunks go %s, on %s", self._name, chosen, self._path)
+        if layout != "slab" or why_not is None:
             return namespace_fd
         os.close(namespace_fd)
         with contextlib.suppress(OSError):  # it was there before
             os.rmdir(self._digest.hex(), dir_fd=self._root_fd)
-        allowed = f'"files" on this file system, which cannot give a file blocks and take them back ({error.strerror})'
-        raise bad_setting(f"{self._name}.layout", "slab", allowed, "files")
+        raise bad_setting(f"{self._name}.layout", "slab", f'"files" here: {why_not}', "files")
+
+    def _why_no_slab(self, namespace_fd: int) -> str | None:
+        least = least_capacity_nbytes(self._ctx.chunk_nbytes, in_slab=True)
+        if self._seat.capacity_nbytes < least:
+            return f"a slab needs a capacity of {least} bytes at least"
+        files = SlabFiles(namespace_fd, self._digest, direct=False, durable=False, tally=self._tally)
+        error = files.refused(self._seat.id)
+        if error is None:
+            return None
+        return f"this file system cannot give a file blocks and take them back ({error.strerror})"
 
     def _decide_min_free(self) -> int:
         if self._wishes.min_free_nbytes is not None:
@@ -339,7 +360,7 @@ class Mount:
         found = os.fstatvfs(self._root_fd)
         free_nbytes = found.f_bavail * found.f_frsize
         capacity = (free_nbytes + ours_nbytes) // 2
-        least = least_capacity_nbytes(self._ctx.chunk_nbytes, in_slab=self._wishes.in_slab)
+        least = least_capacity_nbytes(self._ctx.chunk_nbytes, in_slab=self._wishes.layout == "slab")
         if capacity < least:
             raise bad_setting(f"{self._name}.root", self._wishes.root, f"on a disk with {2 * least} bytes free or ours")
         _log.info(
@@ -364,10 +385,11 @@ def least_capacity_nbytes(chunk_nbytes: int, *, in_slab: bool = False) -> int:
 
 
 def _refuse_small(name: str, wishes: Wishes, ctx: TierContext) -> None:
-    least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=wishes.in_slab)
+    in_slab = wishes.layout == "slab"
+    least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=in_slab)
     allowed = (
         f"at least {least} bytes: one chunk of {ctx.chunk_nbytes} occupies {charge_nbytes(ctx.chunk_nbytes)}, "
-        f"lock file{', index and catalogue' if wishes.in_slab else ' and index'} the rest"
+        f"lock file{', index and catalogue' if in_slab else ' and index'} the rest"
     )
     if wishes.capacity_nbytes is not None and wishes.capacity_nbytes < least:
         raise bad_setting(f"{name}.capacity", wishes.capacity_nbytes, allowed, least)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tierkv.tiers._fs.dirs import unlink_quietly
 from tierkv.tiers._fs.file_io import direct_works
 from tierkv.tiers._fs.format import PAGE_NBYTES
+from tierkv.tiers._fs.holes import UNSUPPORTED, allocate, punch
 
 DEFAULT_MIN_FREE_PART = 20
 MOST_DEFAULT_FREE_NBYTES = 1 << 30
@@ -30,10 +31,12 @@ class Abilities:
     error: OSError | None = None
     flock: bool = False
     direct: bool = False
+    slab: bool = False
+    """A file can be given blocks, and they can be taken back."""
 
 
 def try_out(directory: str) -> Abilities:
-    """Make a file of a name that is none of ours, lock it from two descriptors, write it with O_DIRECT, remove it."""
+    """Make a file of a name that is none of ours, see what can be done with it, remove it."""
     try:
         dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -41,7 +44,7 @@ def try_out(directory: str) -> Abilities:
     name = f".tierkv-doctor-{secrets.token_hex(8)}"
     try:
         with _probe_file(name, dir_fd) as fd:
-            return Abilities(None, _flock_excludes(name, fd, dir_fd), direct_works(name, dir_fd))
+            return Abilities(None, _flock_excludes(name, fd, dir_fd), direct_works(name, dir_fd), _holds_slabs(fd))
     except OSError as error:
         return Abilities(error)
     finally:
@@ -58,6 +61,16 @@ def _probe_file(name: str, dir_fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def _holds_slabs(fd: int) -> bool:
+    """Whether ``layout: "auto"`` will take a slab; what else is wrong, such as a full disk, has its own finding."""
+    try:
+        allocate(fd, 0, 2 * PAGE_NBYTES)
+        punch(fd, 0, PAGE_NBYTES)
+    except OSError as error:
+        return error.errno not in UNSUPPORTED
+    return True
 
 
 def _flock_excludes(name: str, fd: int, dir_fd: int) -> bool:
