@@ -319,6 +319,34 @@ MUTANTS = [
         "unit/test_fs_scan.py",
     ),
     Mutant(
+        "what was removed meanwhile enters with its index",
+        "_fs/books.py",
+        "not new.isdisjoint(self._moved) or ",
+        "",
+        "unit/test_fs_unchanged.py",
+    ),
+    Mutant(
+        "what was found meanwhile enters again with its index",
+        "_fs/unchanged.py",
+        "for item, slot in files if item.key not in books]",
+        "for item, slot in files]",
+        "unit/test_fs_unchanged.py",
+    ),
+    Mutant(
+        "an index enters whatever else there is",
+        "_fs/scan.py",
+        "files_nbytes(index) + leavers_nbytes + ",
+        "files_nbytes(index) + ",
+        "unit/test_fs_unchanged.py",
+    ),
+    Mutant(
+        "an index enters though it is over the capacity",
+        "_fs/scan.py",
+        "        if nbytes > min(self._limit_nbytes(), self._seat.room_nbytes()):",
+        "        if False:",
+        "unit/test_fs_unchanged.py",
+    ),
+    Mutant(
         "index believed though files changed (all)",
         "_fs/scan.py",
         "indexes[0].leaf_times_ns == leaf_times_ns(namespace_fd)",
@@ -327,7 +355,7 @@ MUTANTS = [
     ),
     Mutant(
         "scan results unsorted",
-        "_fs/scan.py",
+        "_fs/listing.py",
         "pieces = [sorted(listed[at : at + BATCH])",
         "pieces = [list(listed[at : at + BATCH])",
         "unit/test_fs_scan.py",

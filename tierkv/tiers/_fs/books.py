@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from tierkv.tiers._fs.format import PAGE_NBYTES
@@ -199,6 +199,19 @@ class Books:
         with self.lock:
             return [self._found(*file) is not None for file in files]
 
+    def add_fresh(self, keys: Sequence[ChunkKey], slots: Sequence[int], pages: Sequence[int]) -> bool:
+        """Count files that were found, all at once; False, and none counted, if there is anything to say about one."""
+        with self.lock:
+            new = set(keys)
+            if len(new) != len(keys) or not new.isdisjoint(self._moved) or not self._records.keys().isdisjoint(new):
+                return False
+            self._n_added += 1  # one serial for all: it tells a record from an earlier one of the same key
+            places = list(zip(slots, pages, strict=True))
+            packed = {place: self._packed(place[0], place[1] * PAGE_NBYTES, None) for place in set(places)}
+            self._records.update(zip(keys, map(packed.__getitem__, places), strict=True))
+            self._files_nbytes += sum(pages) * PAGE_NBYTES
+            return True
+
     def drop(self, key: ChunkKey, owner: str, only: Held | None = None) -> Held | None:
         """The key's chunk is gone. Returns what it was, None if unknown, or if it is not ``only`` but a newer one."""
         with self.lock:
@@ -279,11 +292,14 @@ class Books:
         return self.get(key)
 
     def _add(self, key: ChunkKey, slot: int, nbytes: int, at: int | None) -> None:
-        place = 0 if at is None else at + 1
         self._n_added += 1
-        serial = self._n_added & _SERIAL_MASK
-        self._records[key] = place << _AT_BIT | serial << _SERIAL_BIT | nbytes // PAGE_NBYTES << _SLOT_BITS | slot
+        self._records[key] = self._packed(slot, nbytes, at)
         self._files_nbytes += nbytes
+
+    def _packed(self, slot: int, nbytes: int, at: int | None) -> int:
+        place = 0 if at is None else at + 1
+        serial = self._n_added & _SERIAL_MASK
+        return place << _AT_BIT | serial << _SERIAL_BIT | nbytes // PAGE_NBYTES << _SLOT_BITS | slot
 
     def _drop(self, key: ChunkKey) -> Held | None:
         held = self.get(key)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from tierkv.tiers._fs.index import Index
+from tierkv.tiers._fs.format import PAGE_NBYTES
+from tierkv.tiers._fs.index import Index, Span
 from tierkv.types import ChunkKey, Found
 
 BATCH: Final = 2_000
@@ -38,7 +39,7 @@ class Feed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches: deque[Sequence[Listed]] = deque()
+        self._batches: deque[Sequence[Listed] | tuple[Index, Span]] = deque()
         self._closed = False
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -46,6 +47,12 @@ class Feed:
         """Queue chunks, coldest first, in batches."""
         with self._lock:
             self._batches.extend(listed[at : at + BATCH] for at in range(0, len(listed), BATCH))
+        self._wake()
+
+    def put_span(self, index: Index, span: Span) -> None:
+        """Queue one batch of an index."""
+        with self._lock:
+            self._batches.append((index, span))
         self._wake()
 
     def close(self) -> None:
@@ -65,7 +72,7 @@ class Feed:
                 closed = self._closed
                 event.clear()
             if batch is not None:
-                return [_found(item) for item in batch]
+                return [*_found_in(*batch)] if isinstance(batch, tuple) else [_found(item) for item in batch]
             if closed:
                 return None
             await event.wait()
@@ -82,5 +89,10 @@ class Feed:
 
 
 def _found(item: Listed) -> Found:
-    chunk = None if item.source is None else item.source.chunk(item.place)
+    chunk = None if item.source is None else item.source.chunk(item.place, item.key)
     return Found(item.key, item.nbytes, owned=True, chunk=chunk)
+
+
+def _found_in(index: Index, span: Span) -> Iterator[Found]:
+    for place, (key, pages) in enumerate(zip(span.keys, span.pages, strict=True), span.first):
+        yield Found(key, pages * PAGE_NBYTES, owned=True, chunk=index.chunk(place, key))

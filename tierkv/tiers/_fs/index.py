@@ -21,6 +21,7 @@ import aiofiles.os
 import xxhash
 
 from tierkv.tiers._fs.dirs import unlink_quietly
+from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
 from tierkv.types import Chunk, ChunkKey
 
@@ -32,6 +33,8 @@ _HEAD = struct.Struct("<16sHHHHH6x16sQ")
 _SUM_NBYTES: Final = 16
 _TIMES = struct.Struct(f"<{N_LEAVES}q")
 _ENTRY = "<BBBxHHIIqQ{key}s{parent}s"
+_COLUMNS = "<BxBxH6xI16x{key}s{parent}x"
+"""Of an entry what the books need: length of the key, flags, id, pages, key."""
 _PARTIAL: Final = 1
 _HAS_PARENT: Final = 2
 _IN_SLAB: Final = 4
@@ -50,6 +53,18 @@ class IndexEntry(NamedTuple):
     chunk: Chunk
     in_slab: bool = False
     """Its slot is the catalogue's to say: here is only how recent it is, and what its key says of it."""
+
+
+class Span(NamedTuple):
+    """Files that follow each other in an index, coldest first, one column a field."""
+
+    first: int
+    """Place of the first one."""
+    keys: Sequence[ChunkKey]
+    ids: Sequence[int]
+    """Places in ``Index.covers``."""
+    pages: Sequence[int]
+    in_slab: Sequence[bool]
 
 
 class Index:
@@ -71,20 +86,24 @@ class Index:
     def __len__(self) -> int:
         return len(self._entries.packed) // self._entries.layout.size
 
-    def files(self) -> Iterator[tuple[ChunkKey, str, int, bool]]:
-        """(key, owner, length in bytes, whether in a slab), coldest first."""
-        covers = self.covers
-        for n_key, _, flags, slot, _, _, pages, _, _, key, _ in self._entries.layout.iter_unpack(self._entries.packed):
-            yield key if len(key) == n_key else key[:n_key], covers[slot], pages * PAGE_NBYTES, bool(flags & _IN_SLAB)
+    def spans(self, length: int) -> Iterator[Span]:
+        """Everything, by columns, in pieces of ``length``: a few steps of C for a file, and none of Python."""
+        packed, size = self._entries.packed, self._entries.layout.size
+        for first in range(0, len(self), length):
+            piece = packed[first * size : (first + length) * size]
+            n_keys, flags, ids, pages, keys = zip(*self._entries.columns.iter_unpack(piece), strict=True)
+            if set(n_keys) != {len(keys[0])}:
+                keys = tuple(key[:n] for key, n in zip(keys, n_keys, strict=True))
+            yield Span(first, keys, ids, pages, [flag & _IN_SLAB > 0 for flag in flags])
 
-    def chunk(self, place: int) -> Chunk:
-        """The record at a place of ``files``."""
+    def chunk(self, place: int, same_key: ChunkKey | None = None) -> Chunk:
+        """The record at a place. It has ``same_key`` itself for a key, where the caller has it already."""
         layout = self._entries.layout
         n_key, n_parent, flags, _, tenant, group, _, end_token, nbytes, key, parent = layout.unpack_from(
             self._entries.packed, place * layout.size
         )
         return Chunk(
-            key[:n_key],
+            same_key or key[:n_key],
             parent[:n_parent] if flags & _HAS_PARENT else None,
             group,
             end_token,
@@ -96,6 +115,7 @@ class Index:
 
 class _Entries(NamedTuple):
     layout: struct.Struct
+    columns: struct.Struct
     packed: memoryview
 
 
@@ -151,10 +171,10 @@ def unpack_index(data: bytes, digest: bytes) -> Index:
         (length,) = struct.unpack_from("<H", body, at)
         tenants.append(bytes(body[at + 2 : at + 2 + length]).decode("utf-8", "surrogatepass"))
         at += 2 + length
-    layout = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
+    layout, columns = (struct.Struct(text.format(key=n_key, parent=n_parent)) for text in (_ENTRY, _COLUMNS))
     if len(body) - at != n_entries * layout.size:
         raise BadIndexError("length")
-    return Index(owners, times, tenants, _Entries(layout, body[at:]))
+    return Index(owners, times, tenants, _Entries(layout, columns, body[at:]))
 
 
 async def save_index(root_fd: int, owner: str, data: bytes, executor: Executor) -> None:
@@ -212,3 +232,19 @@ def read_index(root_fd: int, owner: str, digest: bytes, *, remove: bool) -> Inde
         os.close(fd)
         if remove:
             unlink_quietly(name, root_fd)
+
+
+def read_indexes(
+    name: str, root_fd: int, digest: bytes, owners: Sequence[str], trusted: Sequence[str], *, tally: Tally
+) -> list[Index]:
+    """Those of ``owners``, which are removed, and of the ``trusted``, which are for whoever takes those ids."""
+    indexes = []
+    for owner in (*owners, *trusted):
+        try:
+            index = read_index(root_fd, owner, digest, remove=owner not in trusted)
+        except BadIndexError as error:
+            tally.add("bad_index")
+            _log.info("%s: ignoring the index of owner %s (%s), listing the tree", name, owner, error)
+        else:
+            indexes += [] if index is None else [index]
+    return indexes

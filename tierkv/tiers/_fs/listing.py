@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,11 @@ from typing import Final
 from tierkv.tiers._fs.books import Leaver
 from tierkv.tiers._fs.catalogue import SLAB, Row, SlabName, allocated_nbytes, parse_slab_name, slab_name
 from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory, unlink_quietly
-from tierkv.tiers._fs.feed import Listed
+from tierkv.tiers._fs.feed import BATCH, Listed
 from tierkv.tiers._fs.file_io import Tally, damage
 from tierkv.tiers._fs.format import (
     LEAVES,
+    PAGE_NBYTES,
     FileName,
     file_name,
     is_namespace_dir,
@@ -23,7 +25,7 @@ from tierkv.tiers._fs.format import (
     padded_nbytes,
     parse_file_name,
 )
-from tierkv.tiers._fs.index import Index
+from tierkv.tiers._fs.index import Index, Span
 from tierkv.tiers._fs.owners import Seat
 from tierkv.types import ChunkKey
 
@@ -71,11 +73,20 @@ class Hints:
         return known._replace(owner=owner, nbytes=slot_nbytes, at=row.slot)
 
 
-def listed_in(index: Index) -> Iterator[Listed]:
-    """What an index lists, coldest first; what it has in slabs is ``IN_SLAB`` for a slot."""
+def listed_in(index: Index, span: Span | None = None) -> Iterator[Listed]:
+    """What an index lists, or a part of it, coldest first; what it has in slabs is ``IN_SLAB`` for a slot."""
     step = 1.0 / max(1, len(index))
-    for place, (key, owner, nbytes, in_slab) in enumerate(index.files()):
-        yield Listed(1.0 + place * step, key, owner, nbytes, index, place, IN_SLAB if in_slab else None)
+    for part in index.spans(BATCH) if span is None else (span,):
+        places = enumerate(zip(part.keys, part.ids, part.pages, part.in_slab, strict=True), part.first)
+        for place, (key, i, pages, in_slab) in places:
+            at = IN_SLAB if in_slab else None
+            yield Listed(1.0 + place * step, key, index.covers[i], pages * PAGE_NBYTES, index, place, at)
+
+
+def in_order(listed: list[Listed]) -> list[Listed]:
+    """Sorted, coldest first, in pieces: one sort of a million items would hold the GIL for a second."""
+    pieces = [sorted(listed[at : at + BATCH]) for at in range(0, len(listed), BATCH)]
+    return list(heapq.merge(*pieces))
 
 
 def leaf_times_ns(namespace_fd: int) -> dict[str, int]:

@@ -6,12 +6,11 @@ Leaves that nothing changed since a clean close come from the index; the others 
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, cast
 
@@ -21,13 +20,14 @@ from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory
 from tierkv.tiers._fs.feed import BATCH, Feed, Listed
 from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, file_name, leaf_of
-from tierkv.tiers._fs.index import BadIndexError, Index, index_nbytes, read_index
+from tierkv.tiers._fs.index import Index, index_nbytes, read_indexes
 from tierkv.tiers._fs.leavers import shrink_leaver
 from tierkv.tiers._fs.leftovers import Leftovers
-from tierkv.tiers._fs.listing import Hints, Lister, leaf_opened, leaf_times_ns, listed_in, namespaces
+from tierkv.tiers._fs.listing import Hints, Lister, in_order, leaf_opened, leaf_times_ns, listed_in, namespaces
 from tierkv.tiers._fs.owners import Seat
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.tiers._fs.store import Store
+from tierkv.tiers._fs.unchanged import enter_files, files_nbytes
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -117,22 +117,20 @@ class Scanner:
         if first:
             owners = [*owners, *self._orphaned_slabs({*owners, *(trusted or ())})]
         everybody = [*owners, *(trusted or ())]
-        indexes = self._read_indexes(owners, trusted or ())
+        indexes = read_indexes(self._name, self._root_fd, self._digest, owners, trusted or (), tally=self._tally)
         listed: list[Listed] = []
         leavers: list[Leaver] = []
         lister = Lister(self._seat, self._tally, set(everybody), adopt_orphans=first, let_owners_speak=self._wait)
         mine = self._digest.hex()
-        for namespace in namespaces(self._root_fd):
+        for namespace in sorted(namespaces(self._root_fd), key=mine.__eq__):
             if namespace == mine:
-                listed = self._list_mine(lister, indexes, everybody)
+                listed = self._list_mine(lister, indexes, everybody, _total_nbytes((), leavers))
             else:
                 leavers += self._list_other(lister, namespace)
         leavers.sort()
-        limit_nbytes = self._books.limit_nbytes
         if trusted is not None:
             listed, leavers = self._settle_trust(trusted, listed, leavers)
-            limit_nbytes = self._seat.capacity_nbytes // self._seat.n_owners
-        self._enter(listed, leavers, limit_nbytes)
+        self._enter(listed, leavers)
         self._books.end_scan(sum(self._seat.reserved_of.pop(owner, 0) for owner in owners))
         self._release_empty(owners, listed, leavers)
 
@@ -156,23 +154,10 @@ class Scanner:
         if self._stop.wait(_TWO_HEARTBEATS_S):
             raise ScanStoppedError
 
-    def _read_indexes(self, owners: Sequence[str], trusted: Sequence[str]) -> list[Index]:
-        indexes = []
-        for owner in (*owners, *trusted):
-            try:
-                # A trusted owner's index is for whoever takes that id.
-                index = read_index(self._root_fd, owner, self._digest, remove=owner not in trusted)
-            except BadIndexError as error:
-                self._tally.add("bad_index")
-                _log.info("%s: ignoring the index of owner %s (%s), listing the tree", self._name, owner, error)
-            else:
-                indexes += [] if index is None else [index]
-        return indexes
-
-    def _list_mine(self, lister: Lister, indexes: list[Index], owners: list[str]) -> list[Listed]:
-        """Our namespace's chunks, one a key, coldest first."""
+    def _list_mine(self, lister: Lister, indexes: list[Index], owners: list[str], leavers_nbytes: int) -> list[Listed]:
+        """Our namespace's chunks, one a key, coldest first; without those that could be entered at once."""
         hints = Hints(indexes, owners)
-        listed = self._list_files(lister, indexes, owners, hints)
+        listed = self._list_files(lister, indexes, owners, hints, leavers_nbytes)
         in_slabs = self._list_slabs(owners, hints)
         if in_slabs:
             for item in listed:
@@ -200,14 +185,17 @@ class Scanner:
             found[item.key] = item
             self._remove(worse)
 
-    def _list_files(self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints) -> list[Listed]:
+    def _list_files(
+        self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints, leavers_nbytes: int
+    ) -> list[Listed]:
         trusts_any = bool(indexes) and set(owners) <= {owner for index in indexes for owner in index.covers}
         listed: list[Listed] = []
         namespace_fd = open_directory(self._digest.hex(), self._root_fd)
         try:
             if trusts_any and len(indexes) == 1 and indexes[0].leaf_times_ns == leaf_times_ns(namespace_fd):
                 self._tally.add("leaves_from_index", sum(map(bool, indexes[0].leaf_times_ns.values())))
-                return [item for item in listed_in(indexes[0]) if item.owner in owners and item.at is None]
+                left = self._enter_unchanged(indexes[0], owners, leavers_nbytes)
+                return [item for item in left if item.owner in owners and item.at is None]
             for leaf in self._leaves(namespace_fd):
                 with leaf_opened(leaf, namespace_fd) as leaf_fd:
                     if leaf_fd is None:
@@ -220,6 +208,17 @@ class Scanner:
         finally:
             os.close(namespace_fd)
         return listed
+
+    def _enter_unchanged(self, index: Index, owners: list[str], leavers_nbytes: int) -> Iterable[Listed]:
+        """Count and announce at once what an index lists, if all of it is ours and may stay. Returns what is left."""
+        held = [slot for i in index.covers if i in owners and (slot := self._seat.slot_of(i)) is not None]
+        if len(held) < len(index.covers) or not self._slabs.owners().isdisjoint(owners):
+            return listed_in(index)
+        # What a probe has announced counts twice here: where that is too much, each is weighed by itself.
+        nbytes = files_nbytes(index) + leavers_nbytes + self._books.counted_nbytes
+        if nbytes > min(self._limit_nbytes(), self._seat.room_nbytes()):
+            return listed_in(index)
+        return enter_files(index, held, self._books, self._feed)
 
     def _list_other(self, lister: Lister, namespace: str) -> Iterator[Leaver]:
         try:
@@ -323,9 +322,13 @@ class Scanner:
         excess = counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
         return listed, besides_nbytes, excess + _total_nbytes(listed, leavers) - self._seat.room_nbytes()
 
-    def _enter(self, listed: list[Listed], leavers: list[Leaver], limit_nbytes: int) -> None:
+    def _limit_nbytes(self) -> int:
+        """What ours may occupy; before the first scan has ended our own reservation says nothing yet."""
+        return self._books.limit_nbytes if self.writable else self._seat.capacity_nbytes // self._seat.n_owners
+
+    def _enter(self, listed: list[Listed], leavers: list[Leaver]) -> None:
         """Trim ours to the limit, coldest first, then count what stays and announce it."""
-        books = self._books
+        books, limit_nbytes = self._books, self._limit_nbytes()
         listed, counted_nbytes = self._weigh(listed)
         excess = _total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
         if excess > 0:
@@ -380,16 +383,11 @@ class Scanner:
 
     def _release_empty(self, owners: Sequence[str], listed: Sequence[Listed], leavers: Sequence[Leaver]) -> None:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
-        used |= {self._seat.ids[slot] for slot in self._books.slots()}
-        for owner in owners:
-            if owner not in used and owner not in self._seat.own_ids and self._slabs.retire(owner):
+        idle = [owner for owner in owners if owner not in used and owner not in self._seat.own_ids]
+        counted = {self._seat.ids[slot] for slot in self._books.slots()} if idle else set()
+        for owner in idle:
+            if owner not in counted and self._slabs.retire(owner):
                 self._seat.release(owner)
-
-
-def in_order(listed: list[Listed]) -> list[Listed]:
-    """Sorted, coldest first, in pieces: one sort of a million items would hold the GIL for a second."""
-    pieces = [sorted(listed[at : at + BATCH]) for at in range(0, len(listed), BATCH)]
-    return list(heapq.merge(*pieces))
 
 
 def _total_nbytes(listed: Sequence[Listed], leavers: Sequence[Leaver]) -> int:
