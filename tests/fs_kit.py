@@ -45,17 +45,26 @@ only_files = pytest.mark.parametrize("layout", ["files"], indirect=True)
 only_slab = pytest.mark.parametrize("layout", ["slab"], indirect=True)
 
 
+_CHILDS = "TIERKV_TESTS_LAYOUT"
+
+
 @contextmanager
 def using(layout: str) -> Iterator[None]:
-    """Tiers that are not told otherwise write in this layout."""
+    """Tiers that are not told otherwise write in this layout, also those of children that import this module."""
     defaults = FSTier.__init__.__kwdefaults__
     assert defaults is not None
-    before = defaults["layout"]
-    defaults["layout"] = layout
+    before, childs = defaults["layout"], os.environ.get(_CHILDS)
+    defaults["layout"] = os.environ[_CHILDS] = layout
     try:
         yield
     finally:
         defaults["layout"] = before
+        del os.environ[_CHILDS]
+        os.environ |= {} if childs is None else {_CHILDS: childs}
+
+
+if _CHILDS in os.environ:
+    FSTier.__init__.__kwdefaults__["layout"] = os.environ[_CHILDS]  # type: ignore[index]
 
 
 def is_slab() -> bool:
@@ -95,13 +104,13 @@ def context(
     return TierContext(longest, stride, namespace, capacity_nbytes)
 
 
-def capacity_for(n_chunks: int) -> int:
+def capacity_for(n_chunks: int, charge: int = CHARGE) -> int:
     """A capacity that holds exactly so many of the longest chunks (few enough for a one-page index)."""
-    nbytes = OVERHEAD + n_chunks * CHARGE
+    nbytes = OVERHEAD + n_chunks * charge
     if not is_slab():
         return nbytes
     while True:
-        spare = nbytes - OVERHEAD - catalogue_nbytes(nbytes // CHARGE) - n_chunks * CHARGE
+        spare = nbytes - OVERHEAD - catalogue_nbytes(nbytes // charge) - n_chunks * charge
         if spare >= 0:
             return nbytes
         nbytes -= spare
@@ -191,11 +200,21 @@ class SlotPath:
         self.slot = slot
         self._at, self._nbytes = slot * slot_nbytes, slot_nbytes
 
-    def exists(self) -> bool:
+    @property
+    def span(self) -> tuple[int, int]:
+        """The bytes of the slab that are its."""
+        return self._at, self._at + self._nbytes
+
+    def unlink(self) -> None:
+        """Somebody clears its row."""
         catalogue = self.slab.with_suffix(".slots")
-        with catalogue.open("rb") as file:
-            rows = Catalogue(file.fileno(), self._nbytes, bytes.fromhex(catalogue.parent.name)).rows(tidy=False)
-            return any(row.slot == self.slot for piece in rows for row in piece)
+        with catalogue.open("rb+") as file:
+            rows = Catalogue(file.fileno(), self._nbytes, bytes.fromhex(catalogue.parent.name))
+            for row in [row for piece in rows.rows(tidy=False) for row in piece if row.slot == self.slot]:
+                rows.clear(row.place)
+
+    def exists(self) -> bool:
+        return any(path.slab == self.slab and path.slot == self.slot for _, path in rows_under(self.slab.parent))
 
     def read_bytes(self) -> bytes:
         with self.slab.open("rb") as file:
@@ -307,9 +326,10 @@ def _size(path: str) -> int:
     except FileNotFoundError:
         return 0
     nbytes = found.st_size
-    if path.endswith(".slab"):
+    slab = parse_slab_name(os.path.basename(path))
+    if slab is not None and slab.kind == SLAB:
         # Holes occupy nothing, and what the file system needs to remember them is less than a slot.
-        nbytes = min(nbytes, found.st_blocks * 512) // CHARGE * CHARGE
+        nbytes = min(nbytes, found.st_blocks * 512) // slab.slot_nbytes * slab.slot_nbytes
     return -(-nbytes // PAGE) * PAGE if stat.S_ISREG(found.st_mode) else 0
 
 

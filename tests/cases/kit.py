@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
-from tests.fs_kit import OVERHEAD, recount
+from tests.fs_kit import SlotPath, capacity_for, recount, rows_under
 from tests.patience import PATIENCE_S
 from tests.toys import NBYTES, STRIDE, ToyChunker, buffers, loop_time, payload
 from tierkv import (
@@ -80,7 +80,7 @@ def cache_over(
 ) -> TieredCache:
     """A primary of slots over levels below; an :class:`Ear` listens, see :func:`ear`."""
     levels = [Level(MemoryTier(name="primary"), LRU() if policy is None else policy, capacity=n_slots * STRIDE)]
-    size = n_chunks * CHARGE + OVERHEAD if capacity is None and bounded else capacity
+    size = room_for(n_chunks) if capacity is None and bounded else capacity
     levels += [Level(tier, LRU(), capacity=size, writes=writes, queue=queue) for tier in lower]
     options.setdefault("chunker", ToyChunker())
     options.setdefault("limits", LIMITS)
@@ -159,17 +159,29 @@ async def forget_primary(cache: TieredCache) -> None:
     await settle(cache)
 
 
-def chunk_files(root: Path | str) -> dict[str, Path]:
-    """Whole chunk files by the key in their name."""
-    return {
+def room_for(n_chunks: int) -> int:
+    """The capacity of a root that holds so many chunks and no more."""
+    return capacity_for(n_chunks, CHARGE)
+
+
+def chunk_files(root: Path | str) -> dict[str, Any]:
+    """Whole chunks by their key: a path for each that is a file, and what comes closest for one in a slab."""
+    files: dict[str, Any] = {key.hex(): slot for key, slot in rows_under(root)}
+    return files | {
         path.name.split(".")[0]: path
         for path in sorted(Path(root).rglob("*"))
         if _CHUNK_FILE.fullmatch(path.name) and path.is_file()
     }
 
 
-def file_of(root: Path | str, key: bytes) -> Path:
+def file_of(root: Path | str, key: bytes) -> Any:
     return chunk_files(root)[key.hex()]
+
+
+def place_of(root: Path | str, key: bytes) -> dict[str, Any]:
+    """What a rule of :class:`~tests.faults.Faults` says to be about reads of a chunk that is there, and of no other."""
+    file = file_of(root, key)
+    return {"path": ".slab", "within": file.span} if isinstance(file, SlotPath) else {"path": f"/{key.hex()}"}
 
 
 def litter(root: Path | str) -> list[str]:

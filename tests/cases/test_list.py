@@ -23,6 +23,8 @@ REPORTS = """
 37 grantjenks/python-diskcache/issues/357                                       38 rustsec/advisory-db/pull/2024
 """
 N_CASES = 46
+BOTH = ("pytest.mark.usefixtures('layout')", "only_files")
+"""What lets a case run over both layouts of the disk, or over one."""
 
 
 def _cases() -> dict[int, tuple[str, str]]:
@@ -35,7 +37,7 @@ def _cases() -> dict[int, tuple[str, str]]:
             ):
                 assert int(match[1]) not in found, f"case {match[1]} twice"
                 decorators = {ast.unparse(each) for each in node.decorator_list}
-                assert decorators <= {"virtual_time"}, f"{node.name} is one test, whatever it tries"
+                assert decorators <= {"virtual_time", *BOTH}, f"{node.name} is one test, whatever it tries"
                 found[int(match[1])] = (node.name, ast.get_docstring(node) or "")
     return found
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from tests.cases.kit import (
     CHARGE,
@@ -21,16 +22,18 @@ from tests.cases.kit import (
     keep,
     litter,
     opened,
+    place_of,
+    room_for,
     settle,
     turns_until,
 )
 from tests.faults import Child, Faults, in_child
-from tests.fs_kit import OVERHEAD, recount
+from tests.fs_kit import is_slab, only_files, recount
 from tests.patience import PATIENCE_S
 from tests.toys import prompt
 from tierkv import Stop, TieredCache
 
-LIMIT = 20 * CHARGE + OVERHEAD
+pytestmark = pytest.mark.usefixtures("layout")
 
 
 async def _write_for_ever(_: Faults, root: str, first: str) -> None:
@@ -58,6 +61,7 @@ async def _scanned(cache: TieredCache) -> None:
     await settle(cache)
 
 
+@only_files
 async def test_a18_unfinished_files_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
     """Temp files of killed writers stayed for ever, and age alone cannot tell a dead writer from a slow one.
 
@@ -86,7 +90,7 @@ async def test_a18_unfinished_files_of_the_dead_go_and_those_of_the_living_stay(
         async with opened(cache_over(fs_tier(root), n_chunks=20)) as cache:
             await _scanned(cache)
             await turns_until(lambda: len(litter(root)) == 3)  # the living one's and two that are nobody's
-            assert recount(root) - sum(4096 for _ in foreign) <= LIMIT
+            assert recount(root) - sum(4096 for _ in foreign) <= room_for(20)
             stalled[1].let_go()
             await turns_until(lambda: len(_said(root)) >= 5)
             stalled[1].remove()
@@ -128,18 +132,18 @@ def _treble(path: Path, _: Path) -> None:
 
 
 def _another_chunks(path: Path, other: Path) -> None:
-    shutil.copyfile(other, path)
+    path.write_bytes(other.read_bytes())
 
 
 def _zeros(path: Path, _: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
+    path.write_bytes(bytes(len(path.read_bytes())))
 
 
 async def _lies(faults: Faults, root: str) -> None:
     async with opened(cache_over(fs_tier(root))) as cache:
         await keep(cache, prompt(1))
         await forget_primary(cache)
-        rule = faults.add("read", path=cache.chunks(prompt(1))[1].key.hex(), flip=True)
+        rule = faults.add("read", flip=True, **place_of(root, cache.chunks(prompt(1))[1].key))
         assert await fetch(cache, prompt(1)) == 1, "what the medium says is wrong, the file is not: a miss"
         rule.remove()
         await keep(cache, prompt(1))
@@ -155,9 +159,9 @@ async def test_a19_the_right_length_and_the_wrong_bytes(tmp_path: Path) -> None:
     Of the kind: one bit of the payload, of the header; appended, trebled, zeroed; another chunk's whole file; each
     while the tier is open and across a restart, with and without index; and a medium that lies while the file is right.
     """
-    damages: list[Callable[[Path, Path], None]] = [
-        _flip, _flip_the_header, _append, _treble, _another_chunks, _zeros,
-    ]  # fmt: skip
+    damages: list[Callable[[Path, Path], None]] = [_flip, _flip_the_header, _another_chunks, _zeros]
+    if not is_slab():  # where a slot ends another one begins
+        damages += [_append, _treble]
     for damage in damages:
         for restart in (False, True):
             root = tmp_path / f"{damage.__name__}-{restart}"
@@ -193,17 +197,25 @@ class _Instant(NamedTuple):
     """Where a kill hits: a call on the way of a write, in front of it or behind it, or in its middle."""
 
     call: str
-    part: bool = True
+    path: str = ".part"
     at_most: int | None = None
+    n: int = 25
 
 
-INSTANTS = {
+FILE_INSTANTS = {
     "before it is opened": _Instant("open"),
     "after half the bytes": _Instant("write", at_most=4096),
     "before the close": _Instant("close"),
-    "before the rename": _Instant("rename", part=False),
-    "before an eviction": _Instant("unlink", part=False),
-    "while listing": _Instant("list", part=False),
+    "before the rename": _Instant("rename", path="/"),
+    "before an eviction": _Instant("unlink", path="/"),
+    "while listing": _Instant("list", path="/"),
+}
+SLAB_INSTANTS = {
+    "before the bytes": _Instant("write", path=".slab"),
+    "after half the bytes": _Instant("write", path=".slab", at_most=4096),
+    "before a row, or an eviction": _Instant("write", path=".slots"),
+    "before the next": _Instant("write", path=".slots", n=26),
+    "while listing": _Instant("list", path="/"),
 }
 
 
@@ -215,24 +227,25 @@ async def test_a42_a_kill_in_mid_write(tmp_path: Path) -> None:
     """
     root = tmp_path / "root"
     first = 0
-    for instant in INSTANTS.values():
+    for instant in (SLAB_INSTANTS if is_slab() else FILE_INSTANTS).values():
         first += 1000
         if instant.call == "list":  # else the index spares it
             next(root.glob("*.index")).unlink()
         with Child(_write_for_ever, root, first, folder=tmp_path / f"{first}") as child:
-            path, n_calls = ".part" if instant.part else f"{root}/", 1 if instant.call == "list" else 25
+            path, n_calls = instant.path, 1 if instant.call == "list" else instant.n
+            path = f"{root}/" if path == "/" else path
             if instant.at_most is not None:  # the rest of it, which is written next, hangs
                 child.faults.add(instant.call, path=path, at_most=instant.at_most, first=n_calls, count=1)
             rule = child.faults.add(instant.call, path=path, hang=True, first=n_calls)
             await rule.met(waiting=True)
             child.kill()
-        assert recount(root) <= LIMIT
+        assert recount(root) <= room_for(20)
         async with opened(cache_over(fs_tier(root), n_chunks=20)) as cache:
             await _scanned(cache)
             await turns_until(lambda: cache.statistics()["fs"].n_chunks == len(chunk_files(root)))
             assert litter(root) == []
             files = chunk_files(root)
-            assert all(path.stat().st_size == CHARGE for path in files.values())
+            assert all(len(path.read_bytes()) == CHARGE for path in files.values())
             keys = {cache.chunks([n, n])[0].key.hex(): n for n in range(first + 1000)}
             assert [await fetch(cache, [keys[key]] * 2) for key in files] == [1] * len(files)
             acknowledged = [n for n in _said(root) if n >= first][-10:]
@@ -240,14 +253,15 @@ async def test_a42_a_kill_in_mid_write(tmp_path: Path) -> None:
             kept = {cache.chunks([n, n])[0].key.hex() for n in acknowledged}
             assert kept <= set(files), "what was acknowledged last is there"
             assert cache._levels[1].tier.counters()["corrupt"] == 0
-    assert recount(root) <= LIMIT
+    assert recount(root) <= room_for(20)
 
 
+@only_files
 async def test_a43_truncated_files(tmp_path: Path) -> None:
     """Chunk files of 0 bytes, 1 byte, half a header, a header alone, a page less and a byte less than they should have.
 
     Each is a miss, is put away, and is written again by the next store: while the tier is open, found by the scan of a
-    restart, and by a lookup that comes before the scan.
+    restart, and by a lookup that comes before the scan. A slab that was cut: tests/unit/test_attacks_slab.py.
     """
     for nbytes in (0, 1, 2000, 4096, CHARGE - 4096, CHARGE - 1):
         for when in ("open", "restart"):

@@ -65,6 +65,7 @@ def _that_execute(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.usefixtures("layout")
 async def test_a37_cache_files_do_not_execute(tmp_path: Path) -> None:
     """Values were pickled in shared directories: whoever could write there ran code in the reader (CVE-2025-69872).
 
@@ -87,13 +88,13 @@ async def test_a37_cache_files_do_not_execute(tmp_path: Path) -> None:
                 await forget_primary(cache)
                 for i, length in ((1, None), (2, len(bomb))):
                     path = file_of(root, cache.chunks(prompt(1))[i].key)
-                    path.write_bytes(bomb.ljust(length or path.stat().st_size, b"."))
+                    path.write_bytes(bomb.ljust(length or len(path.read_bytes()), b"."))
                 assert await fetch(cache, prompt(1)) == 1
         finally:
             os.umask(before)
         for path in (root, *root.rglob("*")):
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-        for path in [p for p in root.iterdir() if p.is_file()] + list(chunk_files(root).values()):
+        for path in files_under(root):  # a slab and its catalogue, too
             path.write_bytes(bomb.ljust(path.stat().st_size, b"."))
         async with opened(cache_over(fs_tier(root))) as cache:
             await turns_until(lambda: cache._levels[1].tier.writable)
@@ -141,6 +142,7 @@ class _RemoteTier(MemoryTier):
             raise TierError("remote", "the store said 403")
 
 
+@pytest.mark.usefixtures("layout")
 async def test_a38_secrets_are_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An object-store client wrote its credentials into its logs.
 
@@ -160,7 +162,7 @@ async def test_a38_secrets_are_nowhere(tmp_path: Path, caplog: pytest.LogCapture
             await keep(cache, prompt(1), extra=salt)
             await forget_primary(cache)
             for path in chunk_files(root).values():
-                path.write_bytes(b"x" * path.stat().st_size)
+                path.write_bytes(b"x" * len(path.read_bytes()))
             remote.fails = True
             for branch in (1, 2, 3, 1, 2, 3):
                 said.append(await cache.lookup(prompt(branch), extra=salt))
@@ -185,6 +187,7 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("layout")
 async def test_a39_odd_model_names(tmp_path: Path) -> None:
     """Names that climb, are absolute, empty, long, or no text a disk can take; and roots of that kind.
 
@@ -194,7 +197,8 @@ async def test_a39_odd_model_names(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "root"
     outside = {path: path.stat().st_mtime_ns for path in (tmp_path, tmp_path.parent)}
     for i, name in enumerate(ODD_NAMES):
-        async with opened(cache_over(fs_tier(root), chunker=prefixes(Namespace(model=name)), namespace=None)) as cache:
+        chunker = prefixes(Namespace(model=name))
+        async with opened(cache_over(fs_tier(root), n_chunks=256, chunker=chunker, namespace=None)) as cache:
             await keep(cache, [i] * 4)
             await forget_primary(cache)
             assert await fetch(cache, [i] * 4) == 2

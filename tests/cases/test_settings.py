@@ -89,7 +89,11 @@ async def test_a44_no_room_for_a_chunk(tmp_path: Path) -> None:
         "primary": (lambda: MemoryTier(name="primary"), STRIDE),
         "cpu": (lambda: CPUTier(populate=False), STRIDE),
         "lower": (lambda: MemoryTier(name="lower"), STRIDE),
-        "fs": (lambda: FSTier(tmp_path / "root", min_free=0), least_nbytes),
+        "fs": (lambda: FSTier(tmp_path / "root", min_free=0, layout="auto"), least_nbytes),
+        "slab": (
+            lambda: FSTier(tmp_path / "slab", min_free=0, layout="slab", name="slab"),
+            least_capacity_nbytes(NBYTES, in_slab=True),
+        ),
     }
     for name, (make, nbytes) in tiers.items():
         for capacity in (0, nbytes - 1):
@@ -100,7 +104,7 @@ async def test_a44_no_room_for_a_chunk(tmp_path: Path) -> None:
             assert str(capacity) in str(refusal.value) and "capacity" in str(refusal.value)
             assert capacity == 0 or str(nbytes) in str(refusal.value), "what one chunk takes"
             assert not [entry for entry in wait_for_none(before) if "/dev/shm" not in entry]
-            assert not (tmp_path / "root").exists()
+            assert list(tmp_path.glob("[rs]*")) == [] or (name == "slab" and not (tmp_path / "slab").exists())
         async with TieredCache(chunker=ToyChunker(), namespace=b"toy", levels=levels(make(), nbytes)) as cache:
             await keep(cache, prompt(1, 1))
             assert await cache.wait_idle(PATIENCE_S)

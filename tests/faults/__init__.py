@@ -51,9 +51,9 @@ flock, ``time`` utimensat, ``space`` fstatvfs, ``mode`` chmod, ``size`` ftruncat
 
 _MAGIC: Final = 0x746C7561662D6B76
 _HEAD: Final = struct.Struct("=QQq40x")
-_RULE: Final = struct.Struct("=IIiiIIQIIQQQQQII176s")
+_RULE: Final = struct.Struct("=IIiiIIQIIQQQQQIIQQ160s")
 _N_RULES: Final = 32
-_PATH_NBYTES: Final = 176
+_PATH_NBYTES: Final = 160
 _NBYTES: Final = _HEAD.size + _N_RULES * _RULE.size
 _SHIFT_AT: Final = 16
 _HANG_AT: Final = 32
@@ -120,6 +120,7 @@ class Faults:
         log: bool = False,
         first: int = 1,
         count: int = 0,
+        within: tuple[int, int] = (0, 0),
     ) -> Rule:
         """From now on these calls (all kinds, if none is named) on paths with this part in them go wrong.
 
@@ -137,13 +138,14 @@ class Faults:
             log: write the call down before it is made, for :meth:`log`.
             first: the first call that matches and is struck, counted from 1.
             count: how many are struck from then on; 0 is all.
+            within: first byte of the file, and the first behind: only reads and writes that touch one of these.
         """
         if len(os.fsencode(path)) >= _PATH_NBYTES:
             raise ValueError(f"at most {_PATH_NBYTES - 1} bytes of path")
         bits = sum(1 << KINDS.index(call) for call in calls or KINDS)
         packed = _RULE.pack(
             0, bits, error, -1 if at_most is None else at_most, after, flip, int(delay_s * 1e6), hang, kill, first,
-            count, 0, 0, 0, log, 0, path.encode(),
+            count, 0, 0, 0, log, 0, *within, path.encode(),
         )  # fmt: skip
         for i in range(_N_RULES):
             at = _HEAD.size + i * _RULE.size

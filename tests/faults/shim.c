@@ -48,7 +48,8 @@ struct rule {
     uint64_t first, count; /* which of the calls that match, from 1; a count of 0: all from the first on */
     uint64_t n_seen, n_struck, n_waiting;
     uint32_t log, spare;   /* calls that are struck are written down before they are made */
-    char path[176];
+    uint64_t start, end;   /* bytes of the file that a read or write must touch; an end of 0: any, and any other call */
+    char path[160];
 };
 
 struct table {
@@ -104,12 +105,20 @@ static void write_down(enum kind kind, const char *path)
     REAL(close)(fd);
 }
 
+/* Whether a call of so many bytes from an offset on is one that the rule is about; -1: it is at no offset. */
+static int touches(const struct rule *rule, off64_t offset, ssize_t nbytes)
+{
+    return !rule->end || (offset >= 0 && (uint64_t)offset < rule->end && (uint64_t)(offset + nbytes) > rule->start);
+}
+
 /* The rule that strikes this call, after its delay, or NULL. */
-static struct rule *strike(enum kind kind, const char *path)
+static struct rule *strike(enum kind kind, const char *path, off64_t offset, ssize_t nbytes)
 {
     for (int i = 0; i < N_RULES; i++) {
         struct rule *rule = &table->rules[i];
         if (!__atomic_load_n(&rule->active, __ATOMIC_ACQUIRE) || !(rule->kinds & kind) || !strstr(path, rule->path))
+            continue;
+        if (!touches(rule, offset, nbytes))
             continue;
         uint64_t call = __atomic_add_fetch(&rule->n_seen, 1, __ATOMIC_RELAXED);
         if (call < rule->first || (rule->count && call >= rule->first + rule->count))
@@ -158,13 +167,18 @@ static const char *path_at(int dir_fd, const char *name, char *into)
     return into;
 }
 
-static struct rule *strike_at(enum kind kind, int dir_fd, const char *name)
+static struct rule *strike_in(enum kind kind, int dir_fd, const char *name, off64_t offset, ssize_t nbytes)
 {
     char path[PATH_MAX];
     int saved = errno;
-    struct rule *rule = strike(kind, path_at(dir_fd, name, path));
+    struct rule *rule = strike(kind, path_at(dir_fd, name, path), offset, nbytes);
     errno = saved;
     return rule;
+}
+
+static struct rule *strike_at(enum kind kind, int dir_fd, const char *name)
+{
+    return strike_in(kind, dir_fd, name, -1, 0);
 }
 
 /* Make the call unless a rule fails it in front; or make it and fail it all the same. */
@@ -218,10 +232,14 @@ static ssize_t total(const struct iovec *parts, int n)
     return sum;
 }
 
-static void flip_a_bit(const struct iovec *parts, int n, ssize_t moved)
+/* Of what was read from ``offset`` on, in the bytes that the rule is about. */
+static void flip_a_bit(const struct rule *rule, const struct iovec *parts, int n, ssize_t moved, off64_t offset)
 {
+    ssize_t first = rule->end && (off64_t)rule->start > offset ? (ssize_t)(rule->start - offset) : 0;
+    if (rule->end && (off64_t)rule->end - offset < moved)
+        moved = rule->end - offset;
     ssize_t at = moved - 1; /* the last byte that is not zero: padding is not looked at by anybody */
-    while (at >= 0) {
+    while (at >= first) {
         ssize_t in_part = at;
         int i = 0;
         while (i < n - 1 && in_part >= (ssize_t)parts[i].iov_len)
@@ -238,7 +256,7 @@ static void flip_a_bit(const struct iovec *parts, int n, ssize_t moved)
 /* A read or write of parts, of which a rule may let only some bytes through. */
 #define MOVE(kind, call_with)                                                            \
     do {                                                                                 \
-        struct rule *rule = quiet() ? NULL : strike_at(kind, fd, NULL);                  \
+        struct rule *rule = quiet() ? NULL : strike_in(kind, fd, NULL, offset, total(parts, n)); \
         if (!rule)                                                                       \
             return call_with(parts, n);                                                  \
         if (rule->error && !rule->after) {                                               \
@@ -260,7 +278,7 @@ static void flip_a_bit(const struct iovec *parts, int n, ssize_t moved)
         if (moved < 0)                                                                   \
             return moved;                                                                \
         if (rule->flip && kind == READ)                                                  \
-            flip_a_bit(cut, n_cut, moved);                                               \
+            flip_a_bit(rule, cut, n_cut, moved, offset);                                 \
         if (rule->error) {                                                               \
             errno = rule->error;                                                         \
             return -1;                                                                   \
@@ -284,8 +302,8 @@ ssize_t preadv64(int fd, const struct iovec *parts, int n, off64_t offset) { MOV
 ssize_t pwritev64(int fd, const struct iovec *parts, int n, off64_t offset) { MOVE(WRITE, W64V); }
 ssize_t pread64(int fd, void *data, size_t length, off64_t offset) { ONE; MOVE(READ, P64); }
 ssize_t pwrite64(int fd, const void *data, size_t length, off64_t offset) { ONE; MOVE(WRITE, W64); }
-ssize_t read(int fd, void *data, size_t length) { ONE; MOVE(READ, R); }
-ssize_t write(int fd, const void *data, size_t length) { ONE; MOVE(WRITE, W); }
+ssize_t read(int fd, void *data, size_t length) { ONE; off64_t offset = -1; MOVE(READ, R); }
+ssize_t write(int fd, const void *data, size_t length) { ONE; off64_t offset = -1; MOVE(WRITE, W); }
 
 /* -- names -------------------------------------------------------------------------------------------------------- */
 
@@ -301,6 +319,7 @@ int chmod(const char *name, mode_t mode) { CALL(MODE, AT_FDCWD, name, -1, REAL(c
 int fchmod(int fd, mode_t mode) { CALL(MODE, fd, NULL, -1, REAL(fchmod)(fd, mode)); }
 int fchmodat(int at, const char *name, mode_t mode, int flags) { CALL(MODE, at, name, -1, REAL(fchmodat)(at, name, mode, flags)); }
 int ftruncate64(int fd, off64_t length) { CALL(SIZE, fd, NULL, -1, REAL(ftruncate64)(fd, length)); }
+int fallocate(int fd, int how, off_t offset, off_t length) { CALL(SIZE, fd, NULL, -1, REAL(fallocate)(fd, how, offset, length)); }
 int fallocate64(int fd, int how, off64_t offset, off64_t length) { CALL(SIZE, fd, NULL, -1, REAL(fallocate64)(fd, how, offset, length)); }
 
 /* posix_fallocate says what went wrong by what it returns. */

@@ -13,6 +13,7 @@ import pytest
 from tests import leaks
 from tests.faults import Faults, in_child
 from tests.faults.disks import ext4_disk, small_disk, unprivileged
+from tierkv.tiers._fs import holes
 
 
 async def _every_fault(faults: Faults, folder: str) -> None:
@@ -39,6 +40,18 @@ async def _every_fault(faults: Faults, folder: str) -> None:
     flip = faults.add("read", path="/file", flip=True)
     assert os.pread(fd, 8, 0) == b"ABCDEfgi"
     flip.remove()
+
+    part = faults.add("read", path="/file", flip=True, within=(2, 4))
+    assert os.pread(fd, 8, 0) == b"ABCEEfgh"
+    assert os.pread(fd, 4, 4) == b"Efgh" and os.pread(fd, 2, 0) == b"AB"
+    assert part.n_seen == 1
+    part.remove()
+
+    full = faults.add("size", path="/file", error=errno.ENOSPC)
+    for allocate in (holes.allocate, os.posix_fallocate):
+        with pytest.raises(OSError, match="No space left on device"):
+            allocate(fd, 0, 4096)
+    full.remove()
 
     late = faults.add("rename", path="/there", error=errno.EIO, after=True)
     with pytest.raises(OSError, match="Input/output error"):

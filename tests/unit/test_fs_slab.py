@@ -383,7 +383,8 @@ async def test_idle_slots_are_a_newcomers(root: Path) -> None:
     """An owner that took more blocks than it has chunks for gives them back when another one comes."""
     total = capacity_for(20)
     async with opened(root, capacity=total) as old:
-        await store(old, *(chunk_of(i) for i in range(4)))
+        await store(old, *(chunk_of(i) for i in range(20)))
+        await old.delete([key_of(i) for i in range(4, 20)])
         assert slab_of(old).n_slots == 20
         async with opened(root, capacity=total) as new:
             for tier in (old, new, old, new):

@@ -90,14 +90,14 @@ def in_order(listed: list[Listed]) -> list[Listed]:
 
 
 def leaf_times_ns(namespace_fd: int) -> dict[str, int]:
-    """When each leaf directory last changed; 0 where there is none."""
+    """When each leaf directory last changed; 0 where there is none, or none that we may look at: then it is listed."""
     return {leaf: _time_ns(leaf, namespace_fd) for leaf in LEAVES}
 
 
 def _time_ns(leaf: str, namespace_fd: int) -> int:
     try:
         return os.stat(leaf, dir_fd=namespace_fd, follow_symlinks=False).st_mtime_ns
-    except FileNotFoundError:
+    except OSError:  # a close does not fail because somebody took the directory away
         return 0
 
 

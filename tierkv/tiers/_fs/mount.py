@@ -247,12 +247,14 @@ class Mount:
 
     def beat(self) -> None:
         """Look at the other owners once: shares, capacity, adoptions."""
-        new = self._seat.refresh()
+        try:
+            new = self._seat.refresh()
+        finally:  # a root that was removed as a whole took its slabs along
+            self._slabs.look_around()
         if new:
             _log.info("%s: adopted the files of dead owners %s", self._name, ", ".join(new))
             self._tally.add("adopted_owners", len(new))
             self._scan_lane.post(self.scanner.adopted, new)
-        self._slabs.look_around()
         excess = self.books.used_nbytes - self.books.limit_nbytes
         if excess > 0 and not self.books.is_scanning:  # a scan knows better what is there, and does this itself
             self._slabs.give_back(excess)

@@ -69,14 +69,13 @@ class Slabs:
 
     def look_around(self) -> None:
         """Open what has appeared and let go of what is gone. Raises OSError: the directory cannot be listed."""
-        there = self._files.listed()
         for owner, slabs in list(self._slabs.items()):
             for slot_nbytes, slab in list(slabs.items()):
                 if not slab.is_linked:
                     del slabs[slot_nbytes]
                     if self._is_held(owner) and slab.is_loaded:  # else a scan may be mending it
                         self._lose(slab)
-        for owner, slot_nbytes in there:
+        for owner, slot_nbytes in self._files.listed():
             if slot_nbytes not in self._slabs.get(owner, ()):
                 self._open_to_read(owner, slot_nbytes)
 
@@ -275,7 +274,8 @@ class Slabs:
     def _grow(self) -> bool:
         """Raises OSError."""
         assert self._slot_nbytes is not None
-        wanted = max(_LEAST_STEP, _STEP_NBYTES // self._slot_nbytes)
+        # No more than a sixteenth of all that it may ever have: idle, it would be missing in other namespaces.
+        wanted = max(_LEAST_STEP, min(_STEP_NBYTES // self._slot_nbytes, self._n_slots // 16))
         n = self._books.start_growth(wanted, self._slot_nbytes)
         given = 0
         try:
