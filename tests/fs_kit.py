@@ -243,7 +243,7 @@ def set_time(root: Path | str, key: ChunkKey, tier: FSTier, when_s: float, names
         os.utime(path_of(root, key, tier, namespace), (when_s, when_s))
         return
     held = _mount(tier).books.get(key)
-    slab = _mount(tier)._slabs.at(_mount(tier)._seat.ids[held.slot], held)
+    slab = _mount(tier)._slabs.at(_mount(tier)._seat.ids[held.slot], held.nbytes)
     slab.catalogue.put_at(slab._places[held.at], key, held.at, when_s)
 
 
@@ -327,7 +327,7 @@ def _size(path: str) -> int:
         return 0
     nbytes = found.st_size
     slab = parse_slab_name(os.path.basename(path))
-    if slab is not None and slab.kind == SLAB:
+    if slab is not None and slab.slot_nbytes and slab.kind == SLAB:  # without slots a file system is tried
         # Holes occupy nothing, and what the file system needs to remember them is less than a slot.
         nbytes = min(nbytes, found.st_blocks * 512) // slab.slot_nbytes * slab.slot_nbytes
     return -(-nbytes // PAGE) * PAGE if stat.S_ISREG(found.st_mode) else 0

@@ -293,8 +293,8 @@ MUTANTS = [
     Mutant(
         "old file of an adopted chunk kept",
         "_fs/ops.py",
-        "            elsewhere = (old.slot, old.at) != (slot, at)",
-        "            elsewhere = False",
+        "        elsewhere = (old.slot, old.at) != now_at\n",
+        "        elsewhere = False\n",
         "unit/test_fs_sharing.py",
     ),
     Mutant(
@@ -448,8 +448,8 @@ MUTANTS = [
         "slab: a row before its slot is whole",
         "_fs/batch.py",
         "            self._slab_io.write(slab, slots, chunks, scratch)\n"
-        "            errors = self._slab_io.commit(slab, slots, chunks)\n",
-        "            errors = self._slab_io.commit(slab, slots, chunks)\n"
+        "            errors = self._slab_io.commit(slab, slots, keys)\n",
+        "            errors = self._slab_io.commit(slab, slots, keys)\n"
         "            self._slab_io.write(slab, slots, chunks, scratch)\n",
         "unit/test_fs_slab.py",
     ),
@@ -463,7 +463,7 @@ MUTANTS = [
     Mutant(
         "slab: key of a slot unchecked",
         "_fs/format.py",
-        "        and page[_FIXED.size : _FIXED.size + n_key] == key\n",
+        "            and its_key[:n_key] == key\n",
         "",
         "unit/test_fs_slab.py",
     ),

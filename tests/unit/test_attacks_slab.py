@@ -35,6 +35,7 @@ from tests.patience import PATIENCE_S
 from tierkv.tiers._fs import dirs as _fs_dirs
 from tierkv.tiers._fs import holes as _fs_holes
 from tierkv.tiers._fs import slab as _fs_slab
+from tierkv.tiers._fs import slab_files as _fs_slab_files
 from tierkv.tiers._fs.catalogue import BadCatalogueError, Catalogue
 from tierkv.tiers._fs.format import Header, Sums
 from tierkv.tiers._fs.slab_files import SlabFiles
@@ -246,7 +247,7 @@ async def test_closing_does_not_wait_for_a_lost_catalogue(root: Path, monkeypatc
     async with opened(root) as tier:
         await store(tier, *(chunk_of(i) for i in range(5)))
     only(root, "slots").unlink()
-    real, read, go_on = _fs_slab.header_at, [], threading.Event()
+    real, read, go_on = _fs_slab_files.header_at, [], threading.Event()
 
     def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
         read.append(offset)

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from tierkv.tiers._fs.books import Books
 from tierkv.tiers._fs.format import HEADER_NBYTES
@@ -23,13 +22,6 @@ Writes = Sequence[tuple[Chunk, memoryview]]
 Outcomes = list[Outcome | None]
 Runs = Sequence[Sequence[int]]
 """Indices into a batch; those of one run go in one call if they can."""
-
-
-class _Place(NamedTuple):
-    owner: int
-    nbytes: int
-    at: int
-    item: int
 
 
 class Batches:
@@ -58,30 +50,35 @@ class Batches:
         if in_order or not self._slabs.any:
             return [(i,) for i in range(len(items))]
         runs: list[Sequence[int]] = []
-        places: list[_Place] = []
-        for i, (key, buffer) in enumerate(items):
-            held = self._books.get(key)
-            if held is None or held.at is None or not _holds_a_slot(buffer, held.nbytes):
-                runs.append((i,))
+        places: list[tuple[int, int]] = []
+        for i, (key, _) in enumerate(items):
+            place = self._books.place(key)
+            if place:
+                places.append((place, i))
             else:
-                places.append(_Place(held.slot, held.nbytes, held.at, i))
+                runs.append((i,))
         places.sort()
-        most = -(-len(places) // n_workers)
-        run: list[int] = [place.item for place in places[:1]]
-        for before, place in pairwise(places):
-            is_next = place[:2] == before[:2] and place.at == before.at + 1
-            if not is_next or len(run) >= min(most, self._slab_io.run_length(place.nbytes)):
-                runs.append(run)
-                run = []
-            run.append(place.item)
-        return [*runs, run] if run else runs
+        for neighbours in _neighbours(places):
+            slot_nbytes = self._books.at(neighbours[0][0]).nbytes
+            run = [i for _, i in neighbours]
+            if min(items[i][1].nbytes for i in run) < slot_nbytes - HEADER_NBYTES:
+                runs += [(i,) for i in run]
+            else:
+                runs += self._shares(run, slot_nbytes, n_workers)
+        return runs
 
     def plan_writes(self, items: Writes, n_workers: int, *, in_order: bool) -> Runs:
         """Neighbours in the batch together, if they go into slots: then they can lie side by side."""
-        length = 1
-        if self._slot_nbytes is not None and not in_order:
-            length = max(1, min(self._slab_io.run_length(self._slot_nbytes), -(-len(items) // n_workers)))
-        return [range(at, min(at + length, len(items))) for at in range(0, len(items), length)]
+        if self._slot_nbytes is None or in_order:
+            return [(i,) for i in range(len(items))]
+        return self._shares(range(len(items)), self._slot_nbytes, n_workers)
+
+    def _shares(self, items: Sequence[int], slot_nbytes: int, n_workers: int) -> Runs:
+        """In runs of about one length, as many as give each worker as much to do."""
+        n_runs = -(-len(items) // self._slab_io.run_length(slot_nbytes))
+        n_runs = min(len(items), -(-n_runs // n_workers) * n_workers)
+        ends = [len(items) * n // n_runs for n in range(n_runs + 1)]
+        return [items[at:end] for at, end in pairwise(ends)]
 
     def read(self, items: Reads, outcomes: Outcomes, runs: Runs, indices: Iterator[int]) -> None:
         """One worker's part: take runs until none is left."""
@@ -109,24 +106,24 @@ class Batches:
 
     def _read_run(self, items: Reads, outcomes: Outcomes, run: Sequence[int], scratch: Scratch) -> Sequence[int]:
         """One call for slots side by side. Returns the chunks that must be read each by itself."""
-        held = [self._books.get(items[i][0]) for i in run]
-        first = held[0]
-        if first is None or first.at is None:
-            return run
-        slab = self._slabs.at(self._seat.ids[first.slot], first)
-        places = [(first.slot, first.nbytes, first.at + n) for n in range(len(run))]
-        if slab is None or places != [h and h.place for h in held]:
+        keys = [items[i][0] for i in run]
+        places = [self._books.place(key) for key in keys]
+        slot, nbytes, first, _ = self._books.at(places[0])
+        slab = self._slabs.at(self._seat.ids[slot], nbytes)
+        if slab is None or first is None or places != list(range(places[0], places[0] + len(run))):
             return run  # removed or written anew since the batch was planned
-        right = self._slab_io.read_run(slab, first.at, [(items[i][0], as_bytes(items[i][1])) for i in run], scratch)
-        left, now_s = [], time.time()
-        for n, (i, is_right) in enumerate(zip(run, right, strict=True)):
-            if not is_right:
-                left.append(i)
-                continue
-            outcomes[i] = Outcome(items[i][0], Status.OK)
-            with contextlib.suppress(OSError):  # a file system that turned read-only still serves
-                slab.renew(first.at + n, items[i][0], now_s)
-        return left
+        buffers = [as_bytes(items[i][1]) for i in run]
+        right = self._slab_io.read_run(slab, first, keys, buffers, scratch)
+        for i, key, is_right in zip(run, keys, right, strict=True):
+            if is_right:
+                outcomes[i] = Outcome(key, Status.OK)
+        now_s = time.time()
+        if slab.are_cold(first, len(run), now_s):
+            for n, key in enumerate(keys):
+                if right[n]:
+                    with contextlib.suppress(OSError):  # a file system that turned read-only still serves
+                        slab.renew(first + n, key, now_s)
+        return [i for i, is_right in zip(run, right, strict=True) if not is_right]
 
     def _write_run(self, items: Writes, outcomes: Outcomes, run: Sequence[int], scratch: Scratch) -> None:
         left = []
@@ -158,24 +155,31 @@ class Batches:
         """Write a run into its slots and let each chunk be found; whatever goes wrong, a slot is used or idle again."""
         slab, slots = taken
         chunks = [(items[i][0], as_bytes(items[i][1])) for i in run]
+        keys = [chunk.key for chunk, _ in chunks]
         errors: list[OSError | None]
         try:
             self._slab_io.write(slab, slots, chunks, scratch)
-            errors = self._slab_io.commit(slab, slots, chunks)
+            errors = self._slab_io.commit(slab, slots, keys)
         except OSError as error:
             errors = [error] * len(run)
         except BaseException:
             for slot in slots:
                 self._slabs.undo(slab, slot)
             raise
+        whole = [n for n, failed in enumerate(errors) if failed is None]
+        done = self._operations.all_written([keys[n] for n in whole], slab, [slots[n] for n in whole])
+        for n, outcome in zip(whole, done, strict=True):
+            outcomes[run[n]] = outcome
         for slot, i, failed in zip(slots, run, errors, strict=True):
-            key = items[i][0].key
-            if failed is None:
-                outcomes[i] = self._operations.written(key, slab.owner, slab.slot_nbytes, slot)
-            else:
+            if failed is not None:
                 self._slabs.undo(slab, slot)
-                outcomes[i] = self._operations.failed_write(key, slab.slot_nbytes, failed)
+                outcomes[i] = self._operations.failed_write(items[i][0].key, slab.slot_nbytes, failed)
 
 
-def _holds_a_slot(buffer: memoryview, slot_nbytes: int) -> bool:
-    return buffer.nbytes >= slot_nbytes - HEADER_NBYTES
+def _neighbours(places: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+    """Cut what is sorted wherever the next place is not the next one of the same slab."""
+    begin = 0
+    for end in range(1, len(places) + 1):
+        if end == len(places) or places[end][0] != places[end - 1][0] + 1:
+            yield places[begin:end]
+            begin = end

@@ -20,6 +20,9 @@ _SERIAL_BIT: Final = _SLOT_BITS + _PAGES_BITS
 _SERIAL_BITS: Final = 16
 _SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
 _AT_BIT: Final = _SERIAL_BIT + _SERIAL_BITS
+_KIND_MASK: Final = (1 << _SERIAL_BIT) - 1
+_PLACE_BITS: Final = 34
+"""A slot's number has 32 bits, and no number follows that of the last one."""
 
 
 class Held(NamedTuple):
@@ -31,11 +34,6 @@ class Held(NamedTuple):
     """Slot of the owner's slab whose slots have ``nbytes``; None for a file of its own."""
     serial: int = 0
     """Of the record: a chunk that was removed and written anew is another one, also in the same place."""
-
-    @property
-    def place(self) -> tuple[int, int, int | None]:
-        """Without the serial."""
-        return self[:3]
 
 
 class Leaver(NamedTuple):
@@ -114,6 +112,18 @@ class Books:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._records
 
+    def place(self, key: ChunkKey) -> int:
+        """A number for where a chunk lies in our slabs, whose neighbour has the next; 0 if it does not. See ``at``."""
+        packed = self._records.get(key, 0)
+        at = packed >> _AT_BIT
+        return (packed & _KIND_MASK) << _PLACE_BITS | at if at else 0
+
+    @staticmethod
+    def at(place: int) -> Held:
+        """What ``place`` means, without the serial."""
+        kind = place >> _PLACE_BITS
+        return Held(kind & _SLOT_MASK, _pages(kind) * PAGE_NBYTES, (place & (1 << _PLACE_BITS) - 1) - 1)
+
     def keys(self) -> list[ChunkKey]:
         """A copy, oldest entry first."""
         with self.lock:
@@ -178,6 +188,19 @@ class Books:
             self._writing_nbytes += (0 if replaced is None else replaced.nbytes) - nbytes
             self._add(key, slot, nbytes, at)
             self._gone.discard((key, owner))
+            return replaced
+
+    def end_writes(
+        self, keys: Sequence[ChunkKey], slot: int, owner: str, nbytes: int, at: Iterable[int]
+    ) -> list[Held | None]:
+        """As ``end_write`` for each key, in slots of ``nbytes``."""
+        with self.lock:
+            replaced = [self._drop(key) for key in keys]
+            for key, its_at in zip(keys, at, strict=True):
+                self._note(key)
+                self._add(key, slot, nbytes, its_at)
+                self._gone.discard((key, owner))
+            self._writing_nbytes += sum(old.nbytes for old in replaced if old is not None) - len(keys) * nbytes
             return replaced
 
     def add(

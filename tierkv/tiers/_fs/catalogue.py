@@ -38,6 +38,7 @@ _NAME = re.compile(r"([0-9a-f]{16})\.([0-9a-f]{4,12})\.(slab|slots)(\.part)?")
 
 # checksum of the rest, slot, when it was last used (tenths of a second since the base), length of the key, key
 _ROW = struct.Struct(f"<IIIB{MAX_KEY_NBYTES}s")
+_SUMMED = struct.Struct(f"<IIB{MAX_KEY_NBYTES}s")
 ROW_NBYTES: Final[int] = _ROW.size
 _AT_LENGTH: Final = 12
 _AT_KEY: Final = 13
@@ -216,8 +217,8 @@ class Catalogue:
 
     def _row(self, key: ChunkKey, slot: int, used_s: float) -> bytes:
         tenths = min(max(0, int((used_s - self._base_s) * 10)), 0xFFFFFFFF)
-        data = _ROW.pack(0, slot, tenths, len(key), key)
-        return _sum(data[4:]) + data[4:]
+        data = _SUMMED.pack(slot, tenths, len(key), key)
+        return _sum(data) + data
 
     def _bucket(self, key: ChunkKey) -> int:
         return zlib.crc32(key) % self.n_buckets

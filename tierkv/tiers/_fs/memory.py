@@ -15,9 +15,11 @@ class Scratch(NamedTuple):
     """Aligned pages for one worker: for each chunk of a call a header, and the last page of its payload."""
 
     headers: tuple[memoryview, ...]
+    """Side by side in ``all_headers``."""
     tails: tuple[memoryview, ...]
     worker: int
     """Number of whoever holds these pages; no two do at a time."""
+    all_headers: memoryview
 
     @property
     def header(self) -> memoryview:
@@ -39,17 +41,21 @@ class ScratchRing:
     """
 
     def __init__(self, n: int, n_chunks: int = 1) -> None:
-        n_pages = n * 2 * n_chunks
-        memory = memoryview(mmap.mmap(-1, n_pages * PAGE_NBYTES))
-        pages = [memory[i * PAGE_NBYTES : (i + 1) * PAGE_NBYTES] for i in range(n_pages)]
-        sets = [tuple(pages[at : at + n_chunks]) for at in range(0, n_pages, n_chunks)]
-        self._free = deque(Scratch(sets[2 * i], sets[2 * i + 1], i) for i in range(n))
+        set_nbytes = n_chunks * PAGE_NBYTES
+        memory = memoryview(mmap.mmap(-1, n * 2 * set_nbytes))
+        sets = [memory[i * set_nbytes : (i + 1) * set_nbytes] for i in range(n * 2)]
+        workers = enumerate(zip(sets[::2], sets[1::2], strict=True))
+        self._free = deque(Scratch(_pages(headers), _pages(tails), i, headers) for i, (headers, tails) in workers)
 
     def take(self) -> Scratch:
         return self._free.popleft()
 
     def give(self, scratch: Scratch) -> None:
         self._free.append(scratch)
+
+
+def _pages(memory: memoryview) -> tuple[memoryview, ...]:
+    return tuple(memory[at : at + PAGE_NBYTES] for at in range(0, len(memory), PAGE_NBYTES))
 
 
 def zero(buffer: memoryview, start: int) -> None:

@@ -163,7 +163,8 @@ class Mount:
         with contextlib.suppress(OSError):  # not now: the scan and the heartbeat try again
             self._slabs.look_around()
         self._slabs.fit_catalogue()
-        slab_io = SlabIO(self._digest, durable=durable, in_memory=is_in_memory(self._namespace_fd), sums=sums)
+        self.in_memory = is_in_memory(self._namespace_fd)
+        slab_io = SlabIO(self._digest, durable=durable, in_memory=self.in_memory, sums=sums)
         store = Store(files, self._slabs, slab_io)
         self.scanner = Scanner(
             self._name, self._root_fd, digest=self._digest, store=store, slabs=self._slabs, books=books, seat=seat,

@@ -19,6 +19,7 @@ from tierkv.tiers._fs.lookup import MOST_MOVES, Lookups
 from tierkv.tiers._fs.memory import Scratch
 from tierkv.tiers._fs.owners import Seat
 from tierkv.tiers._fs.scan import Scanner
+from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.store import Store
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
 
@@ -131,7 +132,7 @@ class Operations:
         except BaseException:
             self._books.abort_write(charge)
             raise
-        return self.written(chunk.key, owner, charge, None)
+        return self._written(chunk.key, owner, charge)
 
     def unfit(self, chunk: Chunk, buffer: memoryview) -> Outcome | None:
         """Why this chunk is not taken, whatever room there is."""
@@ -152,19 +153,36 @@ class Operations:
         self._tally.add("failed_writes")
         return Outcome(key, Status.FAILED, Reason.TIER_ERROR, _because(TierWriteError, self._name, key, error))
 
-    def written(self, key: ChunkKey, owner: str, charge: int, at: int | None) -> Outcome:
-        """The chunk is whole and can be found: count it, and put an earlier copy away that lies elsewhere."""
+    def _written(self, key: ChunkKey, owner: str, charge: int) -> Outcome:
+        """The chunk's file is whole and can be found: count it, and put an earlier copy away that lies elsewhere."""
         slot = self._seat.slot_of(owner)
         assert slot is not None
-        old = self._books.end_write(key, slot, owner, charge, at)
+        old = self._books.end_write(key, slot, owner, charge)
         if old is not None:
-            elsewhere = (old.slot, old.at) != (slot, at)
-            if elsewhere and self._put_away(key, self._seat.ids[old.slot], old, None) is None:
-                self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
-            self._books.abort_write(old.nbytes)
+            self._replaced(key, old, (slot, None))
         self._n_denied = 0
         self._lookups.found(key)
         return Outcome(key, Status.OK)
+
+    def all_written(self, keys: Sequence[ChunkKey], slab: Slab, slots: Sequence[int]) -> list[Outcome]:
+        """As ``_written``, of chunks in slots side by side."""
+        slot = self._seat.slot_of(slab.owner)
+        assert slot is not None
+        for old, key, at in zip(
+            self._books.end_writes(keys, slot, slab.owner, slab.slot_nbytes, slots), keys, slots, strict=True
+        ):
+            if old is not None:
+                self._replaced(key, old, (slot, at))
+            self._lookups.found(key)
+        self._n_denied = 0
+        return [Outcome(key, Status.OK) for key in keys]
+
+    def _replaced(self, key: ChunkKey, old: Held, now_at: tuple[int, int | None]) -> None:
+        """An earlier copy goes, if it lies elsewhere."""
+        elsewhere = (old.slot, old.at) != now_at
+        if elsewhere and self._put_away(key, self._seat.ids[old.slot], old, None) is None:
+            self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
+        self._books.abort_write(old.nbytes)
 
     def _refusal(self, charge: int) -> Reason | None:
         """Why there is no room for a file; None once its bytes are charged."""

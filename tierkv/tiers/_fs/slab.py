@@ -19,7 +19,6 @@ from typing import Final, NamedTuple
 from tierkv.tiers._fs.catalogue import Catalogue, Row
 from tierkv.tiers._fs.dirs import sync_upwards
 from tierkv.tiers._fs.file_io import TOUCH_AFTER_S, Identity, Tally
-from tierkv.tiers._fs.format import HEADER_NBYTES, BadHeaderError, Header, Sums, unpack_header
 from tierkv.tiers._fs.holes import allocate, punch
 from tierkv.types import ChunkKey
 
@@ -55,14 +54,6 @@ def open_regular(name: str, dir_fd: int, *, direct: bool = False) -> Descriptor:
     if not stat.S_ISREG(os.fstat(file.fd).st_mode):
         raise OSError(errno.ELOOP, "not a regular file")
     return file
-
-
-def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
-    """What a slot says about itself, whether it has a row or not; None if nothing that can be read. Raises OSError."""
-    page = os.pread(fd, HEADER_NBYTES, offset)
-    with contextlib.suppress(BadHeaderError):
-        return unpack_header(memoryview(page), sums=sums) if len(page) == HEADER_NBYTES else None
-    return None
 
 
 class Slab:
@@ -195,16 +186,27 @@ class Slab:
             self._cursor = end
             return range(first, end)
 
-    def commit(self, slot: int, key: ChunkKey) -> None:
-        """The slot holds the key's whole chunk. Raises OSError, and then nobody can find it."""
+    def commit(self, slots: range, keys: Sequence[ChunkKey]) -> list[OSError | None]:
+        """Each slot holds its key's whole chunk; or why nobody can find it."""
+        errors: list[OSError | None] = [None] * len(keys)
         with self._lock:
-            self._places[slot] = self.catalogue.put(key, slot)
-            self._used[slot] = int(time.time())
+            now_s = time.time()
+            for i, (slot, key) in enumerate(zip(slots, keys, strict=True)):
+                try:
+                    self._places[slot] = self.catalogue.put(key, slot, now_s)
+                    self._used[slot] = int(now_s)
+                except OSError as error:
+                    errors[i] = error
+        return errors
+
+    def are_cold(self, first: int, n: int, now_s: float) -> bool:
+        """Whether one of these slots would be renewed if it were read now."""
+        # Without the lock: a slot that changes hands meanwhile is found out by ``renew``.
+        return now_s - min(self._used[first : first + n], default=0) > TOUCH_AFTER_S
 
     def renew(self, slot: int, key: ChunkKey, now_s: float) -> None:
         """It was read: if it was as cold as ``TOUCH_AFTER_S`` by its row, it is no longer. Raises OSError."""
-        # Without the lock: a slot that changes hands meanwhile is found out below.
-        if slot < len(self._used) and now_s - self._used[slot] <= TOUCH_AFTER_S:
+        if not self.are_cold(slot, 1, now_s):
             return
         with self._lock:
             place = self._places[slot] if slot < self.n_slots else _NO_ROW

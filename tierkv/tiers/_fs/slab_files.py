@@ -23,9 +23,9 @@ from tierkv.tiers._fs.catalogue import (
 )
 from tierkv.tiers._fs.dirs import names_in, sync_upwards, unlink_quietly
 from tierkv.tiers._fs.file_io import Tally
-from tierkv.tiers._fs.format import PLAIN, Sums
+from tierkv.tiers._fs.format import HEADER_NBYTES, PLAIN, BadHeaderError, Header, Sums, unpack_header
 from tierkv.tiers._fs.holes import UNSUPPORTED, allocate, punch
-from tierkv.tiers._fs.slab import SAFE, Slab, header_at, open_regular
+from tierkv.tiers._fs.slab import SAFE, Slab, open_regular
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -163,6 +163,14 @@ class SlabFiles:
             raise
         finally:
             os.close(fd)
+
+
+def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
+    """What a slot says about itself, whether it has a row or not; None if nothing that can be read. Raises OSError."""
+    page = os.pread(fd, HEADER_NBYTES, offset)
+    with contextlib.suppress(BadHeaderError):
+        return unpack_header(memoryview(page), sums=sums) if len(page) == HEADER_NBYTES else None
+    return None
 
 
 def _make_private(fd: int) -> None:

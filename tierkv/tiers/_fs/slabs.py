@@ -168,7 +168,7 @@ class Slabs:
     def find(self, key: ChunkKey, owner: str, held: Held | None = None) -> Berth | None:
         """Where an owner has a key, as its catalogue says now; None if nowhere. Raises OSError."""
         if held is not None:
-            slab = None if held.at is None else self.at(owner, held)
+            slab = None if held.at is None else self.at(owner, held.nbytes)
             row = None if slab is None or held.at is None else slab.row_of(held.at, key)
             return None if slab is None or row is None else Berth(slab, row)
         if owner not in self._slabs and not self._is_held(owner):
@@ -180,9 +180,9 @@ class Slabs:
                 return Berth(slab, row)
         return None
 
-    def at(self, owner: str, held: Held) -> Slab | None:
-        """The slab of a chunk that we hold."""
-        return self._slabs.get(owner, {}).get(held.nbytes)
+    def at(self, owner: str, slot_nbytes: int) -> Slab | None:
+        """An owner's slab."""
+        return self._slabs.get(owner, {}).get(slot_nbytes)
 
     def free(self, berth: Berth, key: ChunkKey, *, keep_slot: bool = True) -> bool:
         """Remove a chunk. Its bytes are idle or gone afterwards, and still charged as the chunk's. False: it was gone.
@@ -210,7 +210,7 @@ class Slabs:
 
         False if we cleared it ourselves: whoever did has yet to say that the slot is idle, and drops the chunk.
         """
-        slab = self.at(owner, held)
+        slab = self.at(owner, held.nbytes)
         if slab is None or held.at is None or not slab.is_loaded:
             return True  # what is loaded later finds no row
         if not slab.reclaim(held.at):
