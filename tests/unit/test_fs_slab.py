@@ -473,6 +473,53 @@ async def test_other_write_errors_fail_their_chunks_and_lose_no_slot(
         _mount(tier).books.check()
 
 
+async def test_a_row_that_was_written_and_denied_is_a_chunk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands, so the chunk is there and its slot is taken; a row that was cut short is none, and its slot idle."""
+    real = os.pwrite
+    async with opened(root) as tier:
+        await store(tier, chunk_of(0))
+
+        def denied(fd: int, data: bytes, offset: int) -> int:
+            real(fd, data, offset)
+            raise OSError(errno.EIO, "done and denied")
+
+        monkeypatch.setattr(os, "pwrite", denied)
+        await store(tier, chunk_of(1))
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:8], offset))
+        (outcome,) = await write(tier, chunk_of(2))
+        assert outcome.status is Status.FAILED
+        monkeypatch.undo()
+        await store(tier, chunk_of(3))
+        assert slab_of(tier).n_taken == 3
+        kill(tier)
+    async with opened(root) as tier:
+        assert {found.key for found in await first_batches(tier)} == {key_of(i) for i in (0, 1, 3)}
+        assert await fetch(tier, chunk_of(0), chunk_of(1), chunk_of(3)) == [OK] * 3
+        _mount(tier).books.check()
+
+
+async def test_a_row_that_was_read_wrongly_does_not_outlive_its_chunk(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of it flips on its way, so the chunk seems gone: its row goes for good, or the slot would have two."""
+    real = os.pread
+
+    def rotten(fd: int, nbytes: int, offset: int) -> bytes:
+        return bytes(byte ^ 1 for byte in real(fd, nbytes, offset))
+
+    async with opened(root, n_chunks=4) as tier:
+        await store(tier, *(chunk_of(i) for i in range(4)))
+        monkeypatch.setattr(os, "pread", rotten)
+        await tier.delete([key_of(1)])
+        monkeypatch.undo()
+        assert n_on_disk(root) == 3 == slab_of(tier).n_taken
+        await store(tier, chunk_of(5))
+        kill(tier)
+    async with opened(root, n_chunks=4) as tier:
+        assert {found.key for found in await first_batches(tier)} == {key_of(i) for i in (0, 2, 3, 5)}
+        assert await fetch(tier, *(chunk_of(i) for i in (0, 2, 3, 5))) == [OK] * 4
+
+
 async def test_durability_power_syncs_slots_before_their_rows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order that a power loss needs, once a call; and none of it by default."""
     for durability, expected in (("process", ["put"]), ("power", ["fdatasync", "put", "fdatasync"])):

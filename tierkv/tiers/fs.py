@@ -79,7 +79,7 @@ class FSTier:
         durability: Literal["process", "power"] = "process",
         checksum_key_file: str | os.PathLike[str] | None = None,
         checksum_key_env: str | None = None,
-        layout: Literal["auto", "slab", "files"] = "files",
+        layout: Literal["auto", "slab", "files"] = "auto",
         name: str = "fs",
         clock: Clock = time.monotonic,
         _scan_gate: Gate | None = None,

@@ -163,7 +163,12 @@ class Catalogue:
         Raises OSError: there is no row.
         """
         place = self._place_for(key)
-        self.put_at(place, key, slot, used_s)
+        try:
+            self.put_at(place, key, slot, used_s)
+        except OSError:
+            if not self._stands(place, key, slot):
+                raise
+            # Done, and denied: it would bring the key back, in a slot that is another's by then.
         self._taken[place] = 1
         return place
 
@@ -206,6 +211,12 @@ class Catalogue:
                     self.clear(place)
             yield piece
 
+    def _stands(self, place: int, key: ChunkKey, slot: int) -> bool:
+        with contextlib.suppress(OSError):
+            row = self.row(place)
+            return row is not None and (row.slot, row.key) == (slot, key)
+        return False
+
     def _place_for(self, key: ChunkKey) -> int:
         """A row that nobody has, as near behind the key's bucket as there is one. Raises OSError."""
         place = self._taken.find(0, self._bucket(key) * ROWS_A_BUCKET)
@@ -231,7 +242,8 @@ class Catalogue:
 
     def _pwrite(self, row: bytes, place: int) -> None:
         # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
-        os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES)
+        if os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES) != len(row):
+            raise OSError(errno.EIO, "the write ended short")
 
 
 def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:
