@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,36 @@ async def test_neighbours_go_in_one_call_headers_and_all(root: Path, monkeypatch
         await tier.delete([key_of(i) for i in range(6)])
         monkeypatch.undo()
     assert calls == [("pwritev", 9)] * 2 + [("preadv", 6)] * 2
+
+
+async def test_in_memory_one_writes_at_a_time_and_no_more_threads_than_cores(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a second writer would spin in the kernel, and a third thread only fight for the GIL."""
+    monkeypatch.setattr("tierkv.tiers._fs.mount.is_in_memory", lambda _: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    inside, most, second = [0], [0], threading.Event()
+    real = os.pwritev
+
+    def pwritev(*args: Any) -> int:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        if inside[0] > 1:
+            second.set()
+        second.wait(0.2)  # for who must not come
+        try:
+            return real(*args)
+        finally:
+            inside[0] -= 1
+
+    async with opened(root, n_chunks=64, n_write_threads=8, n_read_threads=8) as tier:
+        assert (tier._write_lane.n_threads, tier._read_lane.n_threads) == (2, 2)
+        await store(tier, chunk_of(9))
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        await store(tier, *(chunk_of(i) for i in range(6)))
+        monkeypatch.undo()
+        assert await fetch(tier, *(chunk_of(i) for i in range(6))) == [OK] * 6
+    assert most == [1]
 
 
 async def test_a_shorter_chunk_has_a_slot_of_its_own_length_or_not(root: Path) -> None:
@@ -396,7 +427,7 @@ async def test_idle_slots_are_a_newcomers(root: Path) -> None:
 
 async def test_holes_are_remembered_over_a_kill(root: Path) -> None:
     """Nobody knows which idle slots have blocks: all give them back, and what is charged is what is there."""
-    async with opened(root, n_chunks=10) as tier:
+    async with opened(root, n_chunks=10, n_write_threads=1) as tier:
         await store(tier, *(chunk_of(i) for i in range(10)))
         await tier.delete([key_of(i) for i in (1, 4, 5)])
         _mount(tier)._slabs.give_back(CHARGE)

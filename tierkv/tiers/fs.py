@@ -21,10 +21,7 @@ from tierkv.tiers._fs.secret import SecretSource
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
 _SMALL_NBYTES: Final = 256 * 1024
-"""Below this a chunk costs more in system calls and GIL than in waiting: more threads than cores make it slower.
-
-So does any chunk where there is no disk to wait for.
-"""
+"""Below this a chunk costs more in system calls and GIL than in waiting: more threads than cores make it slower."""
 _MOST_THREADS: Final = 256
 _DURABILITIES: Final = ("process", "power")
 
@@ -139,6 +136,10 @@ class FSTier:
         except Exception:
             self._close_lanes()
             raise
+        if mount.in_memory:
+            # Nothing to wait for: more threads than cores would only fight for the GIL.
+            for lane in (self._read_lane, self._write_lane):
+                lane.n_threads = min(lane.n_threads, self._n_cores)
         mount.start()
         self._slot_nbytes = mount.slot_nbytes
         self._mount = mount
@@ -157,7 +158,7 @@ class FSTier:
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
             is_set = len({key for key, _ in items}) == len(items)
-            n_workers = self._n_workers(mount, self._n_read_threads, len(items[0][1])) if is_set else 1
+            n_workers = self._n_workers(self._read_lane, len(items[0][1])) if is_set else 1
             runs = mount.batches.plan_reads(items, n_workers, in_order=not is_set)
 
             def worker(indices: Iterator[int]) -> None:
@@ -177,7 +178,7 @@ class FSTier:
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
             is_set = len({chunk.key for chunk, _ in items}) == len(items)
-            n_workers = self._n_workers(mount, self._n_write_threads, len(items[0][1])) if is_set else 1
+            n_workers = self._n_workers(self._write_lane, len(items[0][1])) if is_set else 1
             runs = mount.batches.plan_writes(items, n_workers, in_order=not is_set)
 
             def worker(indices: Iterator[int]) -> None:
@@ -200,7 +201,7 @@ class FSTier:
             def worker(indices: Iterator[int]) -> None:
                 mount.operations.delete_some(keys, errors, indices)
 
-            await self._write_lane.spread(worker, len(keys), self._n_workers(mount, self._n_write_threads, 0))
+            await self._write_lane.spread(worker, len(keys), self._n_workers(self._write_lane, 0))
         if errors:
             raise TierWriteError(
                 self._name, f"{len(errors)} chunk files stay: {next(iter(errors.values()))}", [*errors]
@@ -267,9 +268,8 @@ class FSTier:
             raise ClosedError(f"{self._name}: the tier is not open")
         return self._mount
 
-    def _n_workers(self, mount: Mount, n_threads: int, nbytes: int) -> int:
-        waits = nbytes >= _SMALL_NBYTES and not mount.in_memory
-        return n_threads if waits else min(n_threads, self._n_cores)
+    def _n_workers(self, lane: Lane, nbytes: int) -> int:
+        return lane.n_threads if nbytes >= _SMALL_NBYTES else min(lane.n_threads, self._n_cores)
 
     async def _close(self) -> None:
         if self._opening is None:
