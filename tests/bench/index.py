@@ -147,7 +147,7 @@ async def _opened(root: Path, n_chunks: int) -> dict[str, float]:
 
 
 def _tier(root: Path, n_chunks: int) -> FSTier:
-    return FSTier(root, capacity=2 * n_chunks * CHARGE + (256 << 20), min_free=0)
+    return FSTier(root, layout="files", capacity=2 * n_chunks * CHARGE + (256 << 20), min_free=0)
 
 
 def _figure(what: str, unit: str, value: float, must: float | None = None, note: str = "") -> Row:

@@ -1,4 +1,4 @@
-"""The fs tier: one checked file a chunk, under a hard capacity, on a root that processes may share and outlive."""
+"""The fs tier: checked chunks on disk, under a hard capacity, on a root that processes may share and outlive."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _DURABILITIES: Final = ("process", "power")
 
 
 class FSTier:
-    """A persistent tier of files under ``root``, one a chunk, each with a header and a checksum.
+    """A persistent tier under ``root``: chunks with a header and a checksum each, in one file of slots or a file each.
 
     - *Bounded*: everything of ours on the root, rounded up to 4 KiB, stays within the capacity, unfinished files and
       the files of all processes, namespaces and earlier runs included. What is found above it at open is trimmed
       first, coldest first, and until then nothing is written (``writable``). Files that are not ours are not touched.
     - *Verified*: every read checks header, identity and payload (xxh3-128, or keyed BLAKE2b); what fails is removed and
       a miss.
-    - *Restartable*: after a kill the files are scanned in the background while :meth:`probe` finds single keys at
+    - *Restartable*: after a kill what is there is scanned in the background while :meth:`probe` finds single keys at
       once; after a clean close an index restores the exact order.
     - *Shared*: several processes may use one root. Each has its share, evicts only what it wrote, and reads what the
       others wrote in its namespace. Where ``flock`` does not work only one process may use the root.
