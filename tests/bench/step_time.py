@@ -135,9 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=where, ignore_cleanup_errors=True) as folder:
         if os.environ.get("TIERKV_BENCH_NEIGHBOUR"):
             run([fs_tier(folder)], 10**9, Path(os.environ["TIERKV_BENCH_NEIGHBOUR"]))
-        print(
-            f"{N_LOADED} chunks looked up and loaded and {N_STORED} chunks of {CHUNK_NBYTES >> 10} KiB stored a step, {n_steps} steps"
-        )
+        print(f"{n_steps} steps of {N_LOADED} chunks loaded and {N_STORED} stored, each of {CHUNK_NBYTES >> 10} KiB")
         report("host memory alone", run([], n_steps))
         report("beside its own fs tier", run([fs_tier(folder)], n_steps))
         with neighbour(folder):
