@@ -1,9 +1,10 @@
 """What an index of many chunks costs: memory, the open of a large root, lookups meanwhile, and the import itself.
 
 ``python -m tests.bench.index DIRECTORY [CHUNKS...]`` prints the table. A large root is made of sparse files with the
-names that the tier gives: a scan reads names and sizes only. It is opened twice: after a kill, when the tree is
-scanned, and with the index that the close after that wrote. The kernel still knows the directories, as it does when a
-server is restarted; a machine that was off reads them from the disk first.
+names that the tier gives, or of one sparse slab with a row for each slot: a scan reads names, sizes and rows only. It
+is opened twice: after a kill, when the tree is scanned or the catalogue read, and with the index that the close after
+that wrote. The kernel still knows the directories, as it does when a server is restarted; a machine that was off reads
+them from the disk first.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from tests.bench.pairs import N_PAIRS, Row, seconds, table
 from tests.fs_kit import CHARGE, NAMESPACE, chunk_of, context, kill, store
@@ -24,11 +26,16 @@ from tierkv._hierarchy import Hierarchy
 from tierkv._level import LevelPlan
 from tierkv.policies import LRU
 from tierkv.tiers._fs.books import Books
+from tierkv.tiers._fs.catalogue import SLAB, slab_name
+from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import HEADER_NBYTES, LEAVES, PAGE_NBYTES, file_name, leaf_of, namespace_digest
+from tierkv.tiers._fs.slab_files import SlabFiles
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Chunk, ChunkKey
 
 SIZES = (100_000, 1_000_000)
+Layout = Literal["files", "slab"]
+LAYOUTS: tuple[Layout, ...] = ("files", "slab")
 REAL = 0
 """The number of the one chunk that is really there."""
 
@@ -78,16 +85,16 @@ def import_time(n: int = N_PAIRS) -> Row:
     return Row("index", "import tierkv, beyond an empty process", "ms", spent, higher_is_better=False)
 
 
-def opens(folder: Path, n_chunks: int) -> Iterator[Row]:
+def opens(folder: Path, n_chunks: int, layout: Layout = "files") -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=folder) as made:
-        yield from asyncio.run(_opens(Path(made) / "root", n_chunks))
+        yield from asyncio.run(_opens(Path(made) / "root", n_chunks, layout))
 
 
-async def _opens(root: Path, n_chunks: int) -> list[Row]:
-    await _made(root, n_chunks)
-    root_of = f"root of {n_chunks:,} chunks"
-    killed = await _opened(root, n_chunks)
-    clean = await _opened(root, n_chunks)
+async def _opens(root: Path, n_chunks: int, layout: Layout) -> list[Row]:
+    await made(root, n_chunks, layout)
+    root_of = f"root of {n_chunks:,} chunks{' in a slab' * (layout == 'slab')}"
+    killed = await opened(root, n_chunks, layout)
+    clean = await opened(root, n_chunks, layout)
     rate, n_asked = n_chunks / killed["scanned_s"], killed["n_asked"]
     return [
         _figure(f"{root_of}, after a kill: open returns", "s", killed["opened_s"]),
@@ -99,9 +106,9 @@ async def _opens(root: Path, n_chunks: int) -> list[Row]:
     ]
 
 
-async def _made(root: Path, n_chunks: int) -> None:
+async def made(root: Path, n_chunks: int, layout: Layout) -> None:
     """A root as a killed process leaves it: one chunk that is one, and names."""
-    tier = _tier(root, n_chunks)
+    tier = _tier(root, n_chunks, layout)
     await tier.open(context())
     while not tier.writable:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -109,20 +116,37 @@ async def _made(root: Path, n_chunks: int) -> None:
     assert tier._mount is not None
     owner = tier._mount._seat.id
     kill(tier)
-    place = root / namespace_digest(NAMESPACE).hex()
+    others = (ChunkKey(i.to_bytes(4, "little") + bytes(28)) for i in range(1, n_chunks))
+    (_in_slab if layout == "slab" else _in_files)(root / namespace_digest(NAMESPACE).hex(), owner, others)
+
+
+def _in_files(place: Path, owner: str, keys: Iterable[ChunkKey]) -> None:
     for leaf in LEAVES:
         (place / leaf).mkdir(mode=0o700, exist_ok=True)
     nbytes = HEADER_NBYTES + PAGE_NBYTES
-    for i in range(1, n_chunks):
-        key = ChunkKey(i.to_bytes(4, "little") + bytes(28))
+    for key in keys:
         fd = os.open(place / leaf_of(key) / file_name(key, owner), os.O_CREAT | os.O_WRONLY, 0o600)
         os.truncate(fd, nbytes)
         os.close(fd)
 
 
-async def _opened(root: Path, n_chunks: int) -> dict[str, float]:
+def _in_slab(place: Path, owner: str, keys: Iterable[ChunkKey]) -> None:
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files = SlabFiles(fd, namespace_digest(NAMESPACE), direct=False, durable=False, tally=Tally())
+        slab = files.open(owner, CHARGE)
+        real = slab.catalogue.find(chunk_of(REAL).key)
+        assert real is not None and real.slot == 0
+        rows = [(real.key, 0, real.used_s), *((key, slot, real.used_s) for slot, key in enumerate(keys, 1))]
+        os.truncate(place / slab_name(owner, CHARGE, SLAB), len(rows) * CHARGE)
+        files._write_catalogue(owner, CHARGE, slab.catalogue.n_slots, rows)
+    finally:
+        os.close(fd)
+
+
+async def opened(root: Path, n_chunks: int, layout: Layout) -> dict[str, float]:
     """Open, look up the real chunk until all is known, take what is announced, close cleanly."""
-    tier, began = _tier(root, n_chunks), time.perf_counter()
+    tier, began = _tier(root, n_chunks, layout), time.perf_counter()
     await tier.open(context())
     told = {"opened_s": time.perf_counter() - began}
     (found,) = await tier.probe([chunk_of(REAL).key])
@@ -146,8 +170,8 @@ async def _opened(root: Path, n_chunks: int) -> dict[str, float]:
     return told
 
 
-def _tier(root: Path, n_chunks: int) -> FSTier:
-    return FSTier(root, layout="files", capacity=2 * n_chunks * CHARGE + (256 << 20), min_free=0)
+def _tier(root: Path, n_chunks: int, layout: Layout) -> FSTier:
+    return FSTier(root, capacity=2 * n_chunks * CHARGE + (256 << 20), min_free=0, layout=layout)
 
 
 def _figure(what: str, unit: str, value: float, must: float | None = None, note: str = "") -> Row:
@@ -158,7 +182,8 @@ def run(folder: Path, sizes: Sequence[int] = SIZES) -> Iterator[Row]:
     yield from bytes_per_chunk()
     yield import_time()
     for n_chunks in sizes:
-        yield from opens(folder, n_chunks)
+        for layout in LAYOUTS:
+            yield from opens(folder, n_chunks, layout)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import pytest
 
 from tests.fs_kit import (
     CHARGE,
+    LAYOUTS,
+    NAMESPACE,
     _mount,
     capacity_for,
     chunk_bytes,
@@ -21,11 +23,14 @@ from tests.fs_kit import (
     key_of,
     layout,  # noqa: F401
     only_files,
+    only_slab,
     opened,
     store,
 )
 from tests.patience import PATIENCE_S
 from tierkv.tiers._fs import scan, unchanged
+from tierkv.tiers._fs.catalogue import Catalogue
+from tierkv.tiers._fs.format import namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Found, Status
 
@@ -53,17 +58,16 @@ async def left(root: Path, **settings: Any) -> None:
 
 def before_they_enter(monkeypatch: pytest.MonkeyPatch, do: Callable[[FSTier], object]) -> Future[FSTier]:
     """On the scan's thread, when the index has been weighed and nothing of it is counted. Takes the tier later."""
-    enter, tier = unchanged.enter_files, Future[FSTier]()
+    enter, tier = unchanged.enter, Future[FSTier]()
 
     def late(*args: Any) -> Any:
         do(tier.result(PATIENCE_S))
         return enter(*args)
 
-    monkeypatch.setattr(scan, "enter_files", late)
+    monkeypatch.setattr(scan, "enter", late)
     return tier
 
 
-@only_files
 async def test_what_was_found_or_removed_meanwhile_is_not_announced(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +89,50 @@ async def test_what_was_found_or_removed_meanwhile_is_not_announced(
         _mount(tier).books.check()
         await tier.delete([c.key for c in CHUNKS])
         assert tier.usage()["chunks_nbytes"] == 0 == chunk_bytes(root, tier)
+
+
+@only_slab
+async def test_rows_and_index_that_differ_are_taken_by_the_rows(root: Path) -> None:
+    """A row that somebody removed since, and one that somebody made: the catalogue is right."""
+    await left(root)
+    (path,) = root.rglob("*.slots")
+    with path.open("rb+") as file:
+        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+        rows = {row.key: row for piece in catalogue.rows() for row in piece}
+        catalogue.clear(rows[key_of(2)].place)
+        catalogue.put(key_of(8), rows[key_of(2)].slot)
+    async with opened(root) as tier:
+        assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in (3, 1, 4, 0, 5, 8)]
+        assert tier.usage()["chunks_nbytes"] == 6 * CHARGE
+        _mount(tier).books.check()
+
+
+@only_slab
+async def test_a_row_besides_is_seen(root: Path) -> None:
+    """All that the index lists is there, and one chunk more."""
+    await left(root)
+    (path,) = root.rglob("*.slots")
+    with path.open("rb+") as file:
+        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+        taken = {row.slot for piece in catalogue.rows() for row in piece}
+        catalogue.put(key_of(8), max(taken) + 1)
+    async with opened(root) as tier:
+        assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in (*ORDER, 8)]
+        assert tier.usage()["chunks_nbytes"] == 7 * CHARGE
+
+
+async def test_both_layouts_on_a_root_come_in_one_order(root: Path) -> None:
+    """Chunks in files and chunks in slots, in turns, as they were ordered."""
+    for name in LAYOUTS:
+        async with opened(root, layout=name, n_chunks=12) as tier:
+            await first_batches(tier)
+            await store(tier, *(c for i, c in enumerate(CHUNKS) if LAYOUTS[i % 2] == name))
+            await tier.save_order(CHUNKS)
+    async with opened(root, n_chunks=12) as tier:
+        assert await first_batches(tier) == [Found(c.key, CHARGE, True, c) for c in CHUNKS]
+        assert tier.usage()["chunks_nbytes"] == 6 * CHARGE
+        assert await fetch(tier, *CHUNKS) == [Status.OK] * 6
+        _mount(tier).books.check()
 
 
 async def test_a_smaller_capacity_takes_the_coldest(root: Path) -> None:

@@ -22,7 +22,6 @@ from tests.fs_kit import (
     context,
     fetch,
     files_under,
-    in_files,  # noqa: F401
     kill,
     opened,
     read,

@@ -222,8 +222,10 @@ class Books:
         with self.lock:
             return [self._found(*file) is not None for file in files]
 
-    def add_fresh(self, keys: Sequence[ChunkKey], slots: Sequence[int], pages: Sequence[int]) -> bool:
-        """Count files that were found, all at once; False, and none counted, if there is anything to say about one."""
+    def add_fresh(
+        self, keys: Sequence[ChunkKey], slots: Sequence[int], pages: Sequence[int], ats: Sequence[int | None]
+    ) -> bool:
+        """Count chunks that were found, all at once; False, and none counted, if there is anything to say about one."""
         with self.lock:
             new = set(keys)
             if len(new) != len(keys) or not new.isdisjoint(self._moved) or not self._records.keys().isdisjoint(new):
@@ -231,7 +233,10 @@ class Books:
             self._n_added += 1  # one serial for all: it tells a record from an earlier one of the same key
             places = list(zip(slots, pages, strict=True))
             packed = {place: self._packed(place[0], place[1] * PAGE_NBYTES, None) for place in set(places)}
-            self._records.update(zip(keys, map(packed.__getitem__, places), strict=True))
+            values: Iterable[int] = map(packed.__getitem__, places)  # the same integer for all that lie in files
+            if ats.count(None) < len(ats):
+                values = (v if at is None else at + 1 << _AT_BIT | v for v, at in zip(values, ats, strict=True))
+            self._records.update(zip(keys, values, strict=True))
             self._files_nbytes += sum(pages) * PAGE_NBYTES
             return True
 

@@ -26,7 +26,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from tierkv.tiers._fs.format import MAX_KEY_NBYTES, PAGE_NBYTES, VERSION, padded_nbytes
 from tierkv.types import ChunkKey
@@ -163,12 +163,7 @@ class Catalogue:
         Raises OSError: there is no row.
         """
         place = self._place_for(key)
-        try:
-            self.put_at(place, key, slot, used_s)
-        except OSError:
-            if not self._stands(place, key, slot):
-                raise
-            # Done, and denied: it would bring the key back, in a slot that is another's by then.
+        self.put_at(place, key, slot, used_s)
         self._taken[place] = 1
         return place
 
@@ -200,22 +195,26 @@ class Catalogue:
             data = os.pread(self._fd, n * PAGE_NBYTES, PAGE_NBYTES * (1 + bucket))
             if len(data) < n * PAGE_NBYTES:
                 raise BadCatalogueError("length")
-            piece = []
-            for i, length in enumerate(data[_AT_LENGTH::ROW_NBYTES]):
-                place = bucket * ROWS_A_BUCKET + i
-                row = self._unpack(data, i * ROW_NBYTES, place - i) if length else None
+            first, piece, end = bucket * ROWS_A_BUCKET, [], 0
+            for i in [i for i, length in enumerate(data[_AT_LENGTH::ROW_NBYTES]) if length]:
+                row = self._unpack(data, i * ROW_NBYTES, first)
                 if row is not None:
-                    self._taken[place] = 1
+                    if tidy and i > end:
+                        self._tidy(data, end, i, first)
+                    end = i + 1
+                    self._taken[first + i] = 1
                     piece.append(row)
-                elif tidy and data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
-                    self.clear(place)
+            if tidy:
+                self._tidy(data, end, n * ROWS_A_BUCKET, first)
             yield piece
 
-    def _stands(self, place: int, key: ChunkKey, slot: int) -> bool:
-        with contextlib.suppress(OSError):
-            row = self.row(place)
-            return row is not None and (row.slot, row.key) == (slot, key)
-        return False
+    def _tidy(self, data: bytes, begin: int, end: int, first: int) -> None:
+        """Clear what is neither whole nor empty among some of the rows that begin with the ``first``."""
+        if data[begin * ROW_NBYTES : end * ROW_NBYTES] == bytes((end - begin) * ROW_NBYTES):
+            return
+        for i in range(begin, end):
+            if data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
+                self.clear(first + i)
 
     def _place_for(self, key: ChunkKey) -> int:
         """A row that nobody has, as near behind the key's bucket as there is one. Raises OSError."""
@@ -235,15 +234,14 @@ class Catalogue:
         return zlib.crc32(key) % self.n_buckets
 
     def _unpack(self, data: bytes, at: int, first: int) -> Row | None:
-        _, slot, tenths, length, key = _ROW.unpack_from(data, at)
-        if not 0 < length <= MAX_KEY_NBYTES or data[at : at + 4] != _sum(data[at + 4 : at + ROW_NBYTES]):
+        total, slot, tenths, length, key = _ROW.unpack_from(data, at)
+        if not 0 < length <= MAX_KEY_NBYTES or total != zlib.crc32(data[at + 4 : at + ROW_NBYTES]):
             return None
-        return Row(first + at // ROW_NBYTES, slot, self._base_s + tenths * 0.1, ChunkKey(key[:length]))
+        return Row(first + at // ROW_NBYTES, slot, self._base_s + tenths * 0.1, cast("ChunkKey", key[:length]))
 
     def _pwrite(self, row: bytes, place: int) -> None:
         # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
-        if os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES) != len(row):
-            raise OSError(errno.EIO, "the write ended short")
+        os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES)
 
 
 def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:

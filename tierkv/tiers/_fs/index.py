@@ -94,7 +94,8 @@ class Index:
             n_keys, flags, ids, pages, keys = zip(*self._entries.columns.iter_unpack(piece), strict=True)
             if set(n_keys) != {len(keys[0])}:
                 keys = tuple(key[:n] for key, n in zip(keys, n_keys, strict=True))
-            yield Span(first, keys, ids, pages, [flag & _IN_SLAB > 0 for flag in flags])
+            in_slab = {flag: flag & _IN_SLAB > 0 for flag in set(flags)}
+            yield Span(first, keys, ids, pages, list(map(in_slab.__getitem__, flags)))
 
     def chunk(self, place: int, same_key: ChunkKey | None = None) -> Chunk:
         """The record at a place. It has ``same_key`` itself for a key, where the caller has it already."""

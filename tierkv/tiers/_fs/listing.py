@@ -89,6 +89,11 @@ def in_order(listed: list[Listed]) -> list[Listed]:
     return list(heapq.merge(*pieces))
 
 
+def total_nbytes(listed: Sequence[Listed], leavers: Sequence[Leaver]) -> int:
+    """What all of them occupy."""
+    return sum(item.nbytes for item in listed) + sum(leaver.nbytes for leaver in leavers)
+
+
 def leaf_times_ns(namespace_fd: int) -> dict[str, int]:
     """When each leaf directory last changed; 0 where there is none, or none that we may look at: then it is listed."""
     return {leaf: _time_ns(leaf, namespace_fd) for leaf in LEAVES}

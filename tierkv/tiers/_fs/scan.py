@@ -10,12 +10,13 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final, cast
 
 from tierkv.errors import TierError
 from tierkv.tiers._fs.books import Books, Held, Leaver
+from tierkv.tiers._fs.catalogue import Row
 from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory
 from tierkv.tiers._fs.feed import BATCH, Feed, Listed
 from tierkv.tiers._fs.file_io import Tally
@@ -23,11 +24,12 @@ from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, file_name, leaf_of
 from tierkv.tiers._fs.index import Index, index_nbytes, read_indexes
 from tierkv.tiers._fs.leavers import shrink_leaver
 from tierkv.tiers._fs.leftovers import Leftovers
-from tierkv.tiers._fs.listing import Hints, Lister, in_order, leaf_opened, leaf_times_ns, listed_in, namespaces
+from tierkv.tiers._fs.listing import Hints, Lister, in_order, leaf_opened, namespaces, total_nbytes
 from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.tiers._fs.store import Store
-from tierkv.tiers._fs.unchanged import enter_files, files_nbytes
+from tierkv.tiers._fs.unchanged import Slots, enter, is_unchanged
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -124,7 +126,7 @@ class Scanner:
         mine = self._digest.hex()
         for namespace in sorted(namespaces(self._root_fd), key=mine.__eq__):
             if namespace == mine:
-                listed = self._list_mine(lister, indexes, everybody, _total_nbytes((), leavers))
+                listed = self._list_mine(lister, indexes, everybody, total_nbytes((), leavers))
             else:
                 leavers += self._list_other(lister, namespace)
         leavers.sort()
@@ -156,26 +158,49 @@ class Scanner:
 
     def _list_mine(self, lister: Lister, indexes: list[Index], owners: list[str], leavers_nbytes: int) -> list[Listed]:
         """Our namespace's chunks, one a key, coldest first; without those that could be entered at once."""
+        if is_unchanged(indexes, owners, self._root_fd, self._digest):
+            listed = self._enter_unchanged(indexes[0], owners, leavers_nbytes)
+            if listed is not None:
+                return listed
         hints = Hints(indexes, owners)
-        listed = self._list_files(lister, indexes, owners, hints, leavers_nbytes)
-        in_slabs = self._list_slabs(owners, hints)
+        listed = self._list_files(lister, indexes, owners, hints)
+        in_slabs: dict[ChunkKey, Listed] = {}
+        for owner, slab, rows in self._rows(owners):
+            for row in rows:
+                self._keep_better(in_slabs, hints.about_row(row, owner, slab.slot_nbytes))
         if in_slabs:
             for item in listed:
                 self._keep_better(in_slabs, item)
             listed = list(in_slabs.values())
         return in_order(listed)
 
-    def _list_slabs(self, owners: list[str], hints: Hints) -> dict[ChunkKey, Listed]:
-        found: dict[ChunkKey, Listed] = {}
+    def _rows(self, owners: list[str]) -> Iterator[tuple[str, Slab, list[Row]]]:
         for owner in owners:
             if self._gate is not None and owner in self._slabs.owners():
                 self._gate(0, 1)
             for slab, rows in self._slabs.load(owner, self._stop.is_set):
                 if self._stop.is_set():
                     raise ScanStoppedError
-                for row in rows:
-                    self._keep_better(found, hints.about_row(row, owner, slab.slot_nbytes))
-        return found
+                yield owner, slab, rows
+
+    def _enter_unchanged(self, index: Index, owners: list[str], leavers_nbytes: int) -> list[Listed] | None:
+        """Count and announce at once what an index lists. Returns what somebody else has counted.
+
+        None, and nothing is counted, if not all of it is ours, lies where the index says and may stay.
+        """
+        held = [slot for owner in index.covers if (slot := self._seat.slot_of(owner)) is not None]
+        if len(held) < len(index.covers) or not self._slabs.are_open(owners):
+            return None
+        slots = Slots()
+        for owner, slab, rows in self._rows(owners):
+            slots.add(owner, slab.slot_nbytes, rows)
+        match = slots.match(index)
+        # What a probe has announced counts twice here: where that is too much, each is weighed by itself.
+        room_nbytes = min(self._limit_nbytes(), self._seat.room_nbytes()) - leavers_nbytes - self._books.counted_nbytes
+        if match is None or match.nbytes > room_nbytes:
+            return None
+        self._tally.add("leaves_from_index", sum(map(bool, index.leaf_times_ns.values())))
+        return enter(match, held, self._books, self._feed)
 
     def _keep_better(self, found: dict[ChunkKey, Listed], item: Listed) -> None:
         """A key that was written anew may have its earlier copy still, if a kill came in between."""
@@ -185,17 +210,11 @@ class Scanner:
             found[item.key] = item
             self._remove(worse)
 
-    def _list_files(
-        self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints, leavers_nbytes: int
-    ) -> list[Listed]:
+    def _list_files(self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints) -> list[Listed]:
         trusts_any = bool(indexes) and set(owners) <= {owner for index in indexes for owner in index.covers}
         listed: list[Listed] = []
         namespace_fd = open_directory(self._digest.hex(), self._root_fd)
         try:
-            if trusts_any and len(indexes) == 1 and indexes[0].leaf_times_ns == leaf_times_ns(namespace_fd):
-                self._tally.add("leaves_from_index", sum(map(bool, indexes[0].leaf_times_ns.values())))
-                left = self._enter_unchanged(indexes[0], owners, leavers_nbytes)
-                return [item for item in left if item.owner in owners and item.at is None]
             for leaf in self._leaves(namespace_fd):
                 with leaf_opened(leaf, namespace_fd) as leaf_fd:
                     if leaf_fd is None:
@@ -208,17 +227,6 @@ class Scanner:
         finally:
             os.close(namespace_fd)
         return listed
-
-    def _enter_unchanged(self, index: Index, owners: list[str], leavers_nbytes: int) -> Iterable[Listed]:
-        """Count and announce at once what an index lists, if all of it is ours and may stay. Returns what is left."""
-        held = [slot for i in index.covers if i in owners and (slot := self._seat.slot_of(i)) is not None]
-        if len(held) < len(index.covers) or not self._slabs.owners().isdisjoint(owners):
-            return listed_in(index)
-        # What a probe has announced counts twice here: where that is too much, each is weighed by itself.
-        nbytes = files_nbytes(index) + leavers_nbytes + self._books.counted_nbytes
-        if nbytes > min(self._limit_nbytes(), self._seat.room_nbytes()):
-            return listed_in(index)
-        return enter_files(index, held, self._books, self._feed)
 
     def _list_other(self, lister: Lister, namespace: str) -> Iterator[Leaver]:
         try:
@@ -320,7 +328,7 @@ class Scanner:
         # But no room for one that has no files, such as a newcomer that died before it had any: it ends.
         with_files = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
         excess = counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
-        return listed, besides_nbytes, excess + _total_nbytes(listed, leavers) - self._seat.room_nbytes()
+        return listed, besides_nbytes, excess + total_nbytes(listed, leavers) - self._seat.room_nbytes()
 
     def _limit_nbytes(self) -> int:
         """What ours may occupy; before the first scan has ended our own reservation says nothing yet."""
@@ -330,11 +338,11 @@ class Scanner:
         """Trim ours to the limit, coldest first, then count what stays and announce it."""
         books, limit_nbytes = self._books, self._limit_nbytes()
         listed, counted_nbytes = self._weigh(listed)
-        excess = _total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
+        excess = total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
         if excess > 0:
             self._slabs.give_back(excess)
             listed, counted_nbytes = self._weigh(listed)
-            excess = _total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
+            excess = total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
         leavers, excess = self._trim_leavers(leavers, excess)
         listed, _ = self._trim(listed, excess)
         for leaver in leavers:
@@ -388,7 +396,3 @@ class Scanner:
         for owner in idle:
             if owner not in counted and self._slabs.retire(owner):
                 self._seat.release(owner)
-
-
-def _total_nbytes(listed: Sequence[Listed], leavers: Sequence[Leaver]) -> int:
-    return sum(item.nbytes for item in listed) + sum(leaver.nbytes for leaver in leavers)

@@ -128,7 +128,7 @@ class Slab:
             # A deletion between a row's reading and its entering would leave a slot that nobody frees.
             with self._lock:
                 piece = next(pieces, None)
-                rows = None if piece is None else [row for row in piece if self._enter(row)]
+                rows = None if piece is None else self._enter(piece)
             if rows is None:
                 break
             yield rows
@@ -155,17 +155,19 @@ class Slab:
         self._places.extend([_NO_ROW] * (n_slots - len(self._places)))
         self._used.extend([0] * (n_slots - len(self._used)))
 
-    def _enter(self, row: Row) -> bool:
+    def _enter(self, piece: list[Row]) -> list[Row]:
         """Caller holds the lock. Two rows for a slot, or a slot that is not there: the row goes."""
-        if row.slot < self.n_slots:
-            if self._states[row.slot] == _UNKNOWN:
-                self._states[row.slot] = _TAKEN
-                self._places[row.slot] = row.place
-                self._used[row.slot] = int(row.used_s)
-            if self._places[row.slot] == row.place:
-                return True
-        self.catalogue.clear(row.place)
-        return False
+        states, places, used, n_slots = self._states, self._places, self._used, self.n_slots
+        entered = []
+        for row in piece:
+            place, slot, used_s, _ = row
+            if slot < n_slots and states[slot] == _UNKNOWN:
+                states[slot], places[slot], used[slot] = _TAKEN, place, int(used_s)
+            elif slot >= n_slots or places[slot] != place:
+                self.catalogue.clear(place)
+                continue
+            entered.append(row)
+        return entered
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
@@ -244,12 +246,8 @@ class Slab:
         """True once, if the slot's row was cleared by somebody else: the slot is the caller's to release."""
         with self._lock:
             place = self._places[slot] if slot < self.n_slots else _NO_ROW
-            try:
-                if place == _NO_ROW or self.catalogue.row(place) is not None:
-                    return False
-                self.catalogue.clear(place)  # a bit may have been wrong only as it was read
-            except OSError:
-                return False  # not now
+            if place == _NO_ROW or self.catalogue.row(place) is not None:
+                return False
             self._places[slot] = _NO_ROW
             return True
 

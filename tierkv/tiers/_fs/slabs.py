@@ -83,6 +83,11 @@ class Slabs:
         """Of every slab that lies here."""
         return {owner for owner, _ in self._files.listed()}
 
+    def are_open(self, owners: list[str]) -> bool:
+        """Whether no slab of these must be mended before it can be loaded."""
+        there = self._files.listed()
+        return all(n in self._slabs.get(owner, ()) for owner, n in there if n and owner in owners)
+
     def take_over(self, owner: str) -> bool:
         """Slabs without a living or dead owner become ours by a new name; False if we have some of that length."""
         there = self._files.listed()

@@ -6,35 +6,99 @@ through them all with the interpreter held, as long again.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tierkv.tiers._fs.books import Books
+from tierkv.tiers._fs.catalogue import Row
+from tierkv.tiers._fs.dirs import open_directory
 from tierkv.tiers._fs.feed import BATCH, Feed, Listed
 from tierkv.tiers._fs.format import PAGE_NBYTES
-from tierkv.tiers._fs.index import Index
-from tierkv.tiers._fs.listing import listed_in
+from tierkv.tiers._fs.index import Index, Span
+from tierkv.tiers._fs.listing import leaf_times_ns, listed_in
+from tierkv.types import ChunkKey
+
+Ats = list[int | None]
 
 
-def files_nbytes(index: Index) -> int:
-    """What all files of an index occupy."""
-    return sum(sum(span.pages) for span in index.spans(BATCH)) * PAGE_NBYTES
+def is_unchanged(indexes: Sequence[Index], owners: Sequence[str], root_fd: int, digest: bytes) -> bool:
+    """Whether there is one index, of exactly these owners' chunks, and no leaf has changed since. Raises OSError."""
+    if len(indexes) != 1 or set(owners) != set(indexes[0].covers):
+        return False
+    namespace_fd = open_directory(digest.hex(), root_fd)
+    try:
+        return indexes[0].leaf_times_ns == leaf_times_ns(namespace_fd)
+    finally:
+        os.close(namespace_fd)
 
 
-def enter_files(index: Index, slots: Sequence[int], books: Books, feed: Feed) -> list[Listed]:
-    """Count and announce the files of an index, coldest first. Returns those that somebody else has counted.
+class Slots:
+    """Which slot of which slab has a key, as the catalogues say."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[str, int], dict[ChunkKey, int]] = {}
+        self._n_rows = 0
+
+    def add(self, owner: str, slot_nbytes: int, rows: Sequence[Row]) -> None:
+        self._tables.setdefault((owner, slot_nbytes), {}).update([(key, slot) for _, slot, _, key in rows])
+        self._n_rows += len(rows)
+
+    def match(self, index: Index) -> Match | None:
+        """Every entry of an index with its place; None if one has none, or there are rows besides."""
+        spans, n_in_slab, n_pages = [], 0, 0
+        for span in index.spans(BATCH):
+            ats = self._ats(index, span)
+            if ats is None:
+                return None
+            spans.append((span, ats))
+            n_in_slab += sum(span.in_slab)
+            n_pages += sum(span.pages)
+        return Match(index, spans, n_pages * PAGE_NBYTES) if n_in_slab == self._n_rows else None
+
+    def _ats(self, index: Index, span: Span) -> Ats | None:
+        kinds = set(zip(span.ids, span.pages, span.in_slab, strict=True))
+        tables = {
+            (i, pages): self._tables.get((index.covers[i], pages * PAGE_NBYTES), {})
+            for i, pages, in_slab in kinds
+            if in_slab
+        }
+        if not tables:
+            return [None] * len(span.keys)
+        ats: Ats
+        if len(kinds) == 1:
+            ats = list(map(next(iter(tables.values())).get, span.keys))
+            return None if None in ats else ats
+        columns = zip(span.keys, span.ids, span.pages, span.in_slab, strict=True)
+        ats = [tables[i, pages].get(key, -1) if in_slab else None for key, i, pages, in_slab in columns]
+        return None if -1 in ats else ats
+
+
+class Match(NamedTuple):
+    """An index, and where each of its chunks lies."""
+
+    source: Index
+    spans: Sequence[tuple[Span, Ats]]
+    """With the slot of each chunk; None for a file."""
+    nbytes: int
+    """What all of them occupy."""
+
+
+def enter(match: Match, slots: Sequence[int], books: Books, feed: Feed) -> list[Listed]:
+    """Count and announce all chunks, coldest first. Returns those that somebody else has counted.
 
     ``slots`` are the small numbers of the ids that the index covers.
     """
     counted: list[Listed] = []
-    for span in index.spans(BATCH):
-        places = [slots[i] for i in span.ids]
-        if not any(span.in_slab) and books.add_fresh(span.keys, places, span.pages):
-            feed.put_span(index, span)
+    for span, ats in match.spans:
+        ids = [slots[i] for i in span.ids]
+        if books.add_fresh(span.keys, ids, span.pages, ats):
+            feed.put_span(match.source, span)
             continue
         # A lookup found one of them, or one was removed: each by itself, but in its place, as order is recency.
-        files = [(item, slot) for item, slot in zip(listed_in(index, span), places, strict=True) if item.at is None]
-        counted += (item for item, _ in files if item.key in books)
-        fresh = [(item, slot) for item, slot in files if item.key not in books]
-        added = books.add_all((item.key, slot, item.owner, item.nbytes, None) for item, slot in fresh)
+        items = [item._replace(at=at) for item, at in zip(listed_in(match.source, span), ats, strict=True)]
+        counted += (item for item in items if item.key in books)
+        fresh = [(item, slot) for item, slot in zip(items, ids, strict=True) if item.key not in books]
+        added = books.add_all((item.key, slot, item.owner, item.nbytes, item.at) for item, slot in fresh)
         feed.put([item for (item, _), is_there in zip(fresh, added, strict=True) if is_there])
     return counted
