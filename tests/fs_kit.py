@@ -40,6 +40,13 @@ def layout(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(autouse=True)
+def in_files() -> Iterator[None]:
+    """For a module that is about chunk files as files, from its first test to its last."""
+    with using("files"):
+        yield
+
+
 only_files = pytest.mark.parametrize("layout", ["files"], indirect=True)
 """For what is about one file a chunk."""
 only_slab = pytest.mark.parametrize("layout", ["slab"], indirect=True)
@@ -69,7 +76,7 @@ if _CHILDS in os.environ:
 
 def is_slab() -> bool:
     defaults = FSTier.__init__.__kwdefaults__
-    return defaults is not None and defaults["layout"] == "slab"
+    return defaults is not None and defaults["layout"] != "files"
 
 
 def charge_of(nbytes: int) -> int:

@@ -40,7 +40,7 @@ class Plan:
 
     model: ModelSpec = LARGE
     n_first: int = 2048
-    n_more: int = 256
+    n_more: int = 64
     n_answer: int = 16
     n_conversations: int = N_PAIRS
     blocks_per_chunk: int = 4

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cases.here import HAS_VLLM
+from tests.cases.kit import file_of
 from tests.cases.shelf import Shelf
 from tierkv.types import Status
 
@@ -117,7 +118,7 @@ def test_one_of_eight_fails(engine_of: Callable[..., Any], tmp_path: Path, stage
     if stage == "read":
         Shelf.fails[bad] = Status.FAILED
     elif stage == "verify":
-        (path,) = (tmp_path / "root").rglob(f"{bad.hex()}.*")
+        path = file_of(tmp_path / "root", bad)
         data = bytearray(path.read_bytes())
         data[-4000] ^= 1
         path.write_bytes(data)

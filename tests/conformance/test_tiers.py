@@ -61,7 +61,7 @@ def test_a_wrapped_tier_conforms() -> None:
     never = Fault("read", Does.LIE, calls=0)
     report = check_tier(
         lambda directory: FaultTier(fs(directory), never),
-        raw=lambda tier: FSDoor(tier.inner),  # type: ignore[attr-defined]
+        raw=lambda tier: SlabDoor(tier.inner),  # type: ignore[attr-defined]
         settings=FEW,
     )
     assert skipped(report) == {"slots are memory"}

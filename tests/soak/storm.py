@@ -45,7 +45,8 @@ _WEATHER: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("out of descriptors", ("open",), {"error": errno.EMFILE}),
     ("short", ("read", "write"), {"at_most": 1000}),
     ("done and denied", ("rename", "write"), {"error": errno.EIO, "after": True}),
-    ("rotten", ("read",), {"flip": True}),
+    # Not rows: what stands there is what a name is elsewhere, and comes from the page cache.
+    ("rotten", ("read",), {"flip": True, "path": ".slab"}),
     ("slow", ("read", "write", "rename", "unlink"), {"delay_s": 0.001}),
     ("hung", ("read", "write", "unlink"), {"hang": True}),
 )
@@ -75,7 +76,8 @@ class Weather:
         what, calls, how = self._rng.choice(_WEATHER)
         # Also only every so many calls, so that a batch fails in part.
         count = self._rng.choice((0, 0, 1, 3))
-        self._rule = self._faults.add(*calls, path=f"{self._root}/", count=count, **how)
+        rule: dict[str, Any] = {"path": f"{self._root}/", "count": count} | how
+        self._rule = self._faults.add(*calls, **rule)
         self.n_turns[what] += 1
 
     def clear(self) -> None:

@@ -176,7 +176,7 @@ def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypa
         return real(*args, **kwargs)
 
     async def use() -> None:
-        tier = FSTier(tmp_path / "root", min_free=0)
+        tier = FSTier(tmp_path / "root", min_free=0, layout="files")
         async with cache_of(tier, n_slots=5, limits=MoverLimits(deadline_s=PATIENCE_S)) as cache:  # type: ignore[arg-type]
             for branch in (0, 2):
                 await store(cache, prompt(branch))

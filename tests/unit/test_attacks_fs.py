@@ -28,7 +28,9 @@ from tests.fs_kit import (
     path_of,
     read,
     recount,
+    set_time,
     store,
+    using,
     write,
 )
 from tests.patience import PATIENCE_S
@@ -246,16 +248,21 @@ async def test_a_write_that_raises_is_not_charged(root: Path, monkeypatch: pytes
 
 
 async def test_a_read_only_file_system_still_serves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old file's time cannot be renewed: that is no reason not to read it."""
-    async with opened(root) as tier:
-        await store(tier, chunk_of(1))
-        os.utime(path_of(root, key_of(1), tier), (1, 1))
+    """An old chunk's time cannot be renewed, of its file or in its row: that is no reason not to read it."""
+    for layout in ("files", "slab"):
+        with using(layout), monkeypatch.context() as patched:
+            async with opened(root / layout) as tier:
+                await store(tier, chunk_of(1), chunk_of(2))
+                for i in (1, 2):
+                    set_time(root / layout, key_of(i), tier, 1.0)
 
-        def read_only(*_: object) -> None:
-            raise OSError(errno.EROFS, "Read-only file system")
+                def read_only(*_: object) -> int:
+                    raise OSError(errno.EROFS, "Read-only file system")
 
-        monkeypatch.setattr(os, "utime", read_only)
-        assert (await read(tier, key_of(1)))[0] == [OK]
+                patched.setattr(os, "utime" if layout == "files" else "pwrite", read_only)
+                assert (await read(tier, key_of(1)))[0] == [OK]
+                assert (await read(tier, key_of(1), key_of(2)))[0] == [OK, OK]
+                patched.undo()
 
 
 def test_a_root_lock_without_a_name_excludes_nobody(root: Path) -> None:

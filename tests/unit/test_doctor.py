@@ -109,7 +109,7 @@ async def test_a_living_owner_in_trouble(  # noqa: PLR0917 - three fixtures and 
 
 async def test_what_else_lies_there(root: Path, capsys: Capture) -> None:
     """Damaged, planted and foreign things, files from the future and open permissions are notes."""
-    async with opened(root) as tier:
+    async with opened(root, layout="files") as tier:
         await store(tier, *map(chunk_of, range(3)))
     one, two, three = (next(root.rglob(f"{chunk_of(i).key.hex()}.*")) for i in range(3))
     os.truncate(one, 1)

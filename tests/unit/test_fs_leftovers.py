@@ -7,7 +7,18 @@ from pathlib import Path
 
 from tests.cases.kit import chunk_files, litter
 from tests.faults import Faults, in_child
-from tests.fs_kit import OVERHEAD, capacity_for, chunk_of, context, fetch, opened, recount, store, write
+from tests.fs_kit import (
+    OVERHEAD,
+    capacity_for,
+    chunk_of,
+    context,
+    fetch,
+    in_files,  # noqa: F401
+    opened,
+    recount,
+    store,
+    write,
+)
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Reason, Status
 

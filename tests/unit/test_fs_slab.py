@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,36 @@ async def test_neighbours_go_in_one_call_headers_and_all(root: Path, monkeypatch
         await tier.delete([key_of(i) for i in range(6)])
         monkeypatch.undo()
     assert calls == [("pwritev", 9)] * 2 + [("preadv", 6)] * 2
+
+
+async def test_in_memory_one_writes_at_a_time_and_no_more_threads_than_cores(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a second writer would spin in the kernel, and a third thread only fight for the GIL."""
+    monkeypatch.setattr("tierkv.tiers._fs.mount.is_in_memory", lambda _: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    inside, most, second = [0], [0], threading.Event()
+    real = os.pwritev
+
+    def pwritev(*args: Any) -> int:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        if inside[0] > 1:
+            second.set()
+        second.wait(0.2)  # for who must not come
+        try:
+            return real(*args)
+        finally:
+            inside[0] -= 1
+
+    async with opened(root, n_chunks=64, n_write_threads=8, n_read_threads=8) as tier:
+        assert (tier._write_lane.n_threads, tier._read_lane.n_threads) == (2, 2)
+        await store(tier, chunk_of(9))
+        monkeypatch.setattr(os, "pwritev", pwritev)
+        await store(tier, *(chunk_of(i) for i in range(6)))
+        monkeypatch.undo()
+        assert await fetch(tier, *(chunk_of(i) for i in range(6))) == [OK] * 6
+    assert most == [1]
 
 
 async def test_a_shorter_chunk_has_a_slot_of_its_own_length_or_not(root: Path) -> None:
@@ -396,7 +427,7 @@ async def test_idle_slots_are_a_newcomers(root: Path) -> None:
 
 async def test_holes_are_remembered_over_a_kill(root: Path) -> None:
     """Nobody knows which idle slots have blocks: all give them back, and what is charged is what is there."""
-    async with opened(root, n_chunks=10) as tier:
+    async with opened(root, n_chunks=10, n_write_threads=1) as tier:
         await store(tier, *(chunk_of(i) for i in range(10)))
         await tier.delete([key_of(i) for i in (1, 4, 5)])
         _mount(tier)._slabs.give_back(CHARGE)
@@ -471,6 +502,53 @@ async def test_other_write_errors_fail_their_chunks_and_lose_no_slot(
         await store(tier, chunk_of(1))
         assert await fetch(tier, chunk_of(0), chunk_of(1)) == [OK] * 2
         _mount(tier).books.check()
+
+
+async def test_a_row_that_was_written_and_denied_is_a_chunk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands, so the chunk is there and its slot is taken; a row that was cut short is none, and its slot idle."""
+    real = os.pwrite
+    async with opened(root) as tier:
+        await store(tier, chunk_of(0))
+
+        def denied(fd: int, data: bytes, offset: int) -> int:
+            real(fd, data, offset)
+            raise OSError(errno.EIO, "done and denied")
+
+        monkeypatch.setattr(os, "pwrite", denied)
+        await store(tier, chunk_of(1))
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:8], offset))
+        (outcome,) = await write(tier, chunk_of(2))
+        assert outcome.status is Status.FAILED
+        monkeypatch.undo()
+        await store(tier, chunk_of(3))
+        assert slab_of(tier).n_taken == 3
+        kill(tier)
+    async with opened(root) as tier:
+        assert {found.key for found in await first_batches(tier)} == {key_of(i) for i in (0, 1, 3)}
+        assert await fetch(tier, chunk_of(0), chunk_of(1), chunk_of(3)) == [OK] * 3
+        _mount(tier).books.check()
+
+
+async def test_a_row_that_was_read_wrongly_does_not_outlive_its_chunk(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of it flips on its way, so the chunk seems gone: its row goes for good, or the slot would have two."""
+    real = os.pread
+
+    def rotten(fd: int, nbytes: int, offset: int) -> bytes:
+        return bytes(byte ^ 1 for byte in real(fd, nbytes, offset))
+
+    async with opened(root, n_chunks=4) as tier:
+        await store(tier, *(chunk_of(i) for i in range(4)))
+        monkeypatch.setattr(os, "pread", rotten)
+        await tier.delete([key_of(1)])
+        monkeypatch.undo()
+        assert n_on_disk(root) == 3 == slab_of(tier).n_taken
+        await store(tier, chunk_of(5))
+        kill(tier)
+    async with opened(root, n_chunks=4) as tier:
+        assert {found.key for found in await first_batches(tier)} == {key_of(i) for i in (0, 2, 3, 5)}
+        assert await fetch(tier, *(chunk_of(i) for i in (0, 2, 3, 5))) == [OK] * 4
 
 
 async def test_durability_power_syncs_slots_before_their_rows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_arc_that_has_too_little_idle_changes_nothing() -> None:
     Case: https://github.com/vllm-project/vllm/pull/55461
     """
     arc, ledger = arc_that_favours_recency()
-    before = (list(arc._young._line), list(arc._old._line), list(arc._young_ghosts._keys), arc._target)
+    before = (list(arc._young._line), list(arc._old._line), list(arc._young_ghosts), arc._target)
     held = list(ledger)[:3]
     for entry in held:
         ledger.hold(entry)
@@ -107,7 +107,7 @@ def test_arc_that_has_too_little_idle_changes_nothing() -> None:
     for entry in held:
         ledger.release(entry)
     order = names(arc)
-    assert (list(arc._young._line), list(arc._old._line), list(arc._young_ghosts._keys), arc._target) == before
+    assert (list(arc._young._line), list(arc._old._line), list(arc._young_ghosts), arc._target) == before
     assert names(arc) == order
 
 

@@ -22,6 +22,7 @@ from tests.fs_kit import (
     context,
     fetch,
     files_under,
+    in_files,  # noqa: F401
     kill,
     opened,
     read,

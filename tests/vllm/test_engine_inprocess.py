@@ -321,7 +321,7 @@ def test_a_root_of_one_mebibyte(models, tmp_path):
 def test_damaged_files_are_misses(models, tmp_path):
     """A flipped bit, a cut file, two swapped files, a FIFO: none is served, the others are, tokens are right."""
     root = tmp_path / "root"
-    config = tiered(root)
+    config = tiered(root, secondary_tiers=[{"type": "fs", "root_dir": str(root), "layout": "files"}])
     run_once(models(), PROMPTS, config)
     files = sorted(path for path in root.rglob("*") if path.is_file() and path.parent != root)
     assert len(files) == 99

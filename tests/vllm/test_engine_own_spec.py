@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.fs_kit import PAGE, rows_under
 from tests.vllm.engine import offloading, prompts, run_once
 
 PROMPTS = prompts(4)
@@ -31,11 +32,10 @@ def test_served_from_disk_before_and_after_a_restart(models, tmp_path):
     assert again.rounds[0].tokens == expected
     assert sum(cached == HIT for cached in again.rounds[0].cached) >= 2, again.rounds[0].cached
     assert again.metrics["prompt_tokens_cached_by_source{disk}"] > 0
-    chunks = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != tmp_path]
-    for path in chunks:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+    for _, slot in rows_under(tmp_path):
+        data = bytearray(slot.read_bytes())
+        data[PAGE + 100] ^= 1
+        slot.write_bytes(data)
     damaged = run_once(models(), PROMPTS, config(tmp_path))
     assert damaged.rounds[0].tokens == expected
     assert damaged.metrics["kv_offload_tierkv_chunks_dropped{corrupt,1:TierKVSecondaryTier}"] > 0

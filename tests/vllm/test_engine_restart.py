@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fs_kit import rows_under
 from tests.patience import PATIENCE_S
 from tests.vllm.engine import EngineProcess, offloading, prompts, run_once
 
@@ -54,11 +55,11 @@ def assert_served(cached: list[int]) -> None:
 
 
 def assert_whole(root: Path) -> None:
-    """The root holds whole chunks, lock files and at most one index an owner."""
+    """The root holds whole chunks in slabs, as by default, lock files and at most one index an owner."""
     files = [path for path in root.rglob("*") if path.is_file()]
     owners = [path.name for path in files if path.parent == root]
-    chunks = [path for path in files if path.parent != root]
-    assert len(chunks) >= 99
-    assert not [path for path in chunks if path.suffix == ".part" or path.stat().st_size % 4096]
+    slabs = [path for path in files if path.parent != root]
+    assert len({key for key, _ in rows_under(root)}) >= 99
+    assert {path.suffix for path in slabs} == {".slab", ".slots"}
     assert all(re.fullmatch(r"tierkv\.lock|owner-[0-9a-f]{16}\.(lock|index)", name) for name in owners), owners
     assert len(set(owners)) == len(owners)

@@ -16,6 +16,7 @@ import pytest
 from vllm.v1.kv_offload.base import Medium, TierFilter, TierMatcher
 
 from tests.distributions import install_shelves
+from tests.fs_kit import n_rows
 from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of
 from tierkv.types import Reason, Status
@@ -732,7 +733,7 @@ def test_last_store_of_a_busy_time_reaches_the_disk(kit, tmp_path):
     engine.step()
     engine.store(keys)
     deadline = time.monotonic() + PATIENCE_S
-    while len([p for p in (tmp_path / "root").rglob("*") if p.is_file() and p.stat().st_size == 8192]) != 3:
+    while n_rows(tmp_path / "root") != 3:
         assert time.monotonic() < deadline, "without another step of the engine it is not written"
         time.sleep(0.01)
 

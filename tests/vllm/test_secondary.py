@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,8 @@ import pytest
 from vllm.v1.kv_offload.base import TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.cases.kit import chunk_files, file_of
+from tests.fs_kit import recount
 from tests.leaks import Snapshot
 from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import keys_of, offloading_config
@@ -27,15 +28,6 @@ def fresh_gate():
     GateTier.fresh()
     yield
     GateTier.fresh()
-
-
-def files(root: Path) -> list[Path]:
-    """The chunks of a root."""
-    return [path for path in root.rglob("*") if path.is_file() and path.parent != root]
-
-
-def used_nbytes(root: Path) -> int:
-    return sum(-(-path.stat().st_size // 4096) * 4096 for path in root.rglob("*") if path.is_file())
 
 
 # -- with real files --------------------------------------------------------------------------------------------------
@@ -116,7 +108,7 @@ def test_a_damaged_file_is_one_miss(tmp_path):
     keys = keys_of("a", 4)
     with own_spec(fs(tmp_path)) as engine:
         engine.ready().serve(keys)
-    bad = next(path for path in files(tmp_path) if path.name.startswith(keys[2].hex()))
+    bad = file_of(tmp_path, keys[2])
     data = bytearray(bad.read_bytes())
     data[-1] ^= 1
     bad.write_bytes(data)
@@ -135,12 +127,12 @@ def test_capacity_is_kept(tmp_path):
         engine.ready()
         for i in range(10):
             engine.serve(keys_of(f"p{i}", 4))
-            assert used_nbytes(tmp_path) <= capacity
+            assert recount(tmp_path) <= capacity
         engine.until(lambda: engine.statistics().n_evicted > 0)
         engine.empty_primary()
         assert engine.serve(keys_of("p9", 4)) == 4
-    assert used_nbytes(tmp_path) <= capacity
-    assert len(files(tmp_path)) >= 8
+    assert recount(tmp_path) <= capacity
+    assert len(chunk_files(tmp_path)) >= 8
 
 
 def test_hot_prefixes_stay_on_disk(tmp_path):
@@ -339,7 +331,7 @@ def test_two_tiers_of_ours_in_one_engine(tmp_path):
         assert (first._promises._n_promised, second._promises._n_promised) == (3, 0)
         engine.until(lambda: engine.lookup(keys, context) == [HIT] * 3)
         engine.load(keys, context)
-    assert len(files(tmp_path / "0")) == len(files(tmp_path / "1")) == 3
+    assert len(chunk_files(tmp_path / "0")) == len(chunk_files(tmp_path / "1")) == 3
 
 
 # -- tiers that hang and fail -----------------------------------------------------------------------------------------

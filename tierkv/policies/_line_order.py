@@ -44,21 +44,22 @@ class LineOrder:
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:  # noqa: ARG002 - no ghosts are kept either way
         item = self._line.pop(key, None) or self._aside.pop(key, None)
-        if item is not None:
+        if item is not None and item.heaped is not None:
             self._heap.drop(item)
 
     def hold(self, key: ChunkKey) -> None:
-        item = self._find(key)
+        item = self._line.get(key) or self._aside.get(key)
         if item is not None:
             item.held = True
-            self._heap.drop(item)
+            if item.heaped is not None:
+                self._heap.drop(item)
 
     def release(self, key: ChunkKey) -> None:
-        item = self._find(key)
-        if item is not None and item.held:
+        item = self._line.get(key)
+        if item is None and (item := self._aside.get(key)) is not None and item.held:
+            self._heap.add(item)
+        if item is not None:
             item.held = False
-            if key in self._aside:
-                self._heap.add(item)
 
     def victims(self) -> Iterator[ChunkKey]:
         """Every resident key in leaving order, less what is held.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from tierkv.errors import bad_setting
 from tierkv.policies._line_order import LineOrder
@@ -19,11 +20,10 @@ from tierkv.types import Chunk, ChunkKey
 class Queue(LineOrder):
     """Keys in the order in which they were last put at the back. A held key keeps its place and is not named."""
 
-    def put(self, key: ChunkKey, *, held: bool = False) -> None:
+    def put(self, key: ChunkKey) -> None:
         """Put a key that is not here at the back."""
         self._stamp += 1
-        self._line[key] = item = Item(key, self._stamp)
-        item.held = held
+        self._line[key] = Item(key, self._stamp)
 
     def to_back(self, key: ChunkKey) -> None:
         """Put a key that is here at the back."""
@@ -35,41 +35,36 @@ class Queue(LineOrder):
         else:
             self._to_end(key, self._stamp)
 
-    def take(self, key: ChunkKey) -> bool:
-        """Remove a key that is here; tells whether it was held."""
-        item = self._find(key)
-        assert item is not None
-        held = item.held
-        self.on_remove(key, evicted=False)
-        return held
+    def pull(self, key: ChunkKey) -> Item | None:
+        """Remove a key; what stood for it, held or not, or None if it is not here."""
+        item = self._line.pop(key, None) or self._aside.pop(key, None)
+        if item is not None and item.heaped is not None:
+            self._heap.drop(item)
+        return item
+
+    def push(self, item: Item) -> None:
+        """Put what another queue's :meth:`pull` gave at the back, held as it was."""
+        self._stamp = item.stamp = self._stamp + 1
+        self._line[item.key] = item
 
 
-class Ghosts:
-    """Keys that were evicted, oldest first, with what is remembered of each. The caller bounds it."""
-
-    def __init__(self) -> None:
-        self._keys: OrderedDict[ChunkKey, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
+class Ghosts(OrderedDict[ChunkKey, None]):
+    """Keys that were evicted, oldest first. The caller bounds it."""
 
     def add(self, key: ChunkKey) -> None:
-        self._keys[key] = None
+        self[key] = None
 
     def take(self, key: ChunkKey) -> bool:
         """Forget a key; tells whether it was known."""
-        if key in self._keys:
-            del self._keys[key]
+        if key in self:
+            del self[key]
             return True
         return False
 
     def trim(self, n: int) -> None:
         """Forget the oldest until ``n`` are left."""
-        while len(self._keys) > n:
-            self._keys.popitem(last=False)
+        while len(self) > n:
+            self.popitem(last=False)
 
 
 class TwoQueues:
@@ -98,17 +93,28 @@ class TwoQueues:
         return f"<{type(self).__name__}: {len(self._young)} + {len(self._old)} resident>"
 
     def hold(self, key: ChunkKey) -> None:
-        self._young.hold(key)
-        self._old.hold(key)
+        (self._old if key in self._old else self._young).hold(key)
 
     def release(self, key: ChunkKey) -> None:
-        self._young.release(key)
-        self._old.release(key)
+        (self._old if key in self._old else self._young).release(key)
+
+    def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        raise NotImplementedError
+
+    def victims(self) -> Iterator[ChunkKey]:
+        raise NotImplementedError
+
+    def evict(self, n_chunks: int) -> list[ChunkKey]:
+        """Forget the ``n_chunks`` that :meth:`victims` would name first, or all it would name; their keys, in order."""
+        gone = list(islice(self.victims(), n_chunks))
+        for key in gone:
+            self.on_remove(key, evicted=True)
+        return gone
 
     def _fresh(self, chunks: Sequence[Chunk]) -> list[ChunkKey]:
         """Keys that are not resident, tail first, each once; the capacity grows to what will be resident."""
         young, old = self._young, self._old
-        keys = dict.fromkeys(chunk.key for chunk in reversed(chunks))
+        keys = dict.fromkeys([chunk[0] for chunk in reversed(chunks)])  # by number: every chunk that comes in comes by
         fresh = [key for key in keys if key not in young and key not in old]
         if self._given is None:
             self._capacity = max(self._capacity, len(self) + len(fresh))

@@ -38,9 +38,10 @@ class ARC(TwoQueues):
         """A young queue just as long as its target gives way, since somebody wants an old chunk back."""
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
+        asked = self._asked
         for key in self._fresh(chunks):
-            if key in self._asked or self._returns(key):
-                self._asked.discard(key)
+            if key in asked or self._returns(key):
+                asked.discard(key)
                 self._old.put(key)
             else:
                 self._young.put(key)
@@ -51,9 +52,9 @@ class ARC(TwoQueues):
         self._asked.clear()
         self._tie_is_over = False
         for chunk in reversed(chunks):
-            key = chunk.key
-            if key in young:
-                old.put(key, held=young.take(key))
+            key = chunk[0]
+            if (item := young.pull(key)) is not None:
+                old.push(item)
             elif key in old:
                 old.to_back(key)
             else:
@@ -70,11 +71,14 @@ class ARC(TwoQueues):
                     queue.to_back(chunk.key)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        for queue, ghosts in ((self._young, self._young_ghosts), (self._old, self._old_ghosts)):
-            if key in queue:
-                queue.take(key)
-                if evicted:
-                    ghosts.add(key)
+        if self._young.pull(key) is not None:
+            ghosts = self._young_ghosts
+        elif self._old.pull(key) is not None:
+            ghosts = self._old_ghosts
+        else:
+            return
+        if evicted:
+            ghosts.add(key)
 
     def victims(self) -> Iterator[ChunkKey]:
         n_over = len(self._young) - self._target
@@ -82,16 +86,24 @@ class ARC(TwoQueues):
 
     def _returns(self, key: ChunkKey) -> bool:
         """Whether the key has left lately; if so it is no ghost any more, and the target follows."""
-        n_young, n_old = len(self._young_ghosts), len(self._old_ghosts)
-        if self._young_ghosts.take(key):
-            self._target = min(self._target + max(n_old / n_young, 1), self._capacity)
+        young, old = self._young_ghosts, self._old_ghosts
+        if key in young:
+            self._target = min(self._target + max(len(old) / len(young), 1), self._capacity)
+            del young[key]
             return True
-        if self._old_ghosts.take(key):
-            self._target = max(self._target - max(n_young / n_old, 1), 0)
+        if key in old:
+            self._target = max(self._target - max(len(young) / len(old), 1), 0)
+            del old[key]
             return True
         return False
 
     def _trim_ghosts(self) -> None:
         """With its ghosts the young queue is no longer than the level, and both are no longer than two levels."""
-        self._young_ghosts.trim(max(self._capacity - len(self._young), 0))
-        self._old_ghosts.trim(max(2 * self._capacity - len(self) - len(self._young_ghosts), 0))
+        capacity, n_young = self._capacity, len(self._young)
+        n_ghosts = len(self._young_ghosts)
+        if n_ghosts > capacity - n_young:
+            n_ghosts = max(capacity - n_young, 0)
+            self._young_ghosts.trim(n_ghosts)
+        n_left = 2 * capacity - n_young - len(self._old) - n_ghosts
+        if len(self._old_ghosts) > n_left:
+            self._old_ghosts.trim(max(n_left, 0))

@@ -72,13 +72,11 @@ class S3FIFO(TwoQueues):
             self._filling = False
             self._pass(self._n_before.get(key, 0))
         del self._n_uses[key]
-        if key in self._old:
-            self._old.take(key)
-        else:
-            self._young.take(key)
-            if evicted:
-                self._ghosts.add(key)
-                self._ghosts.trim(int(self._capacity * _GHOSTS))
+        if self._young.pull(key) is None:
+            self._old.pull(key)
+        elif evicted:
+            self._ghosts.add(key)
+            self._ghosts.trim(int(self._capacity * _GHOSTS))
 
     def victims(self) -> Iterator[ChunkKey]:
         """As the orders' protocol says. What it passes over goes round when the victim behind it has left, not before.
@@ -128,8 +126,8 @@ class S3FIFO(TwoQueues):
         for key, n_uses in self._passed[self._n_done : n]:
             if key in self._n_uses:
                 self._n_uses[key] = n_uses
-                if key in self._old:
-                    self._old.to_back(key)
+                if (item := self._young.pull(key)) is not None:
+                    self._old.push(item)
                 else:
-                    self._old.put(key, held=self._young.take(key))
+                    self._old.to_back(key)
         self._n_done = max(self._n_done, n)

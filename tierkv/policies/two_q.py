@@ -52,13 +52,11 @@ class TwoQ(TwoQueues):
                 self._asked.add(key)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        if key in self._young:
-            if evicted:
-                self._ghosts.add(key)
-                self._ghosts.trim(int(self._capacity * _GHOSTS))
-            self._young.take(key)
-        elif key in self._old:
-            self._old.take(key)
+        if self._young.pull(key) is None:
+            self._old.pull(key)
+        elif evicted:
+            self._ghosts.add(key)
+            self._ghosts.trim(int(self._capacity * _GHOSTS))
 
     def victims(self) -> Iterator[ChunkKey]:
         return self._merged(len(self._young) - int(self._capacity * _YOUNG))

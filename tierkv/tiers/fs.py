@@ -1,4 +1,4 @@
-"""The fs tier: one checked file a chunk, under a hard capacity, on a root that processes may share and outlive."""
+"""The fs tier: checked chunks on disk, under a hard capacity, on a root that processes may share and outlive."""
 
 from __future__ import annotations
 
@@ -21,23 +21,20 @@ from tierkv.tiers._fs.secret import SecretSource
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
 _SMALL_NBYTES: Final = 256 * 1024
-"""Below this a chunk costs more in system calls and GIL than in waiting: more threads than cores make it slower.
-
-So does any chunk where there is no disk to wait for.
-"""
+"""Below this a chunk costs more in system calls and GIL than in waiting: more threads than cores make it slower."""
 _MOST_THREADS: Final = 256
 _DURABILITIES: Final = ("process", "power")
 
 
 class FSTier:
-    """A persistent tier of files under ``root``, one a chunk, each with a header and a checksum.
+    """A persistent tier under ``root``: chunks with a header and a checksum each, in one file of slots or a file each.
 
     - *Bounded*: everything of ours on the root, rounded up to 4 KiB, stays within the capacity, unfinished files and
       the files of all processes, namespaces and earlier runs included. What is found above it at open is trimmed
       first, coldest first, and until then nothing is written (``writable``). Files that are not ours are not touched.
     - *Verified*: every read checks header, identity and payload (xxh3-128, or keyed BLAKE2b); what fails is removed and
       a miss.
-    - *Restartable*: after a kill the files are scanned in the background while :meth:`probe` finds single keys at
+    - *Restartable*: after a kill what is there is scanned in the background while :meth:`probe` finds single keys at
       once; after a clean close an index restores the exact order.
     - *Shared*: several processes may use one root. Each has its share, evicts only what it wrote, and reads what the
       others wrote in its namespace. Where ``flock`` does not work only one process may use the root.
@@ -79,7 +76,7 @@ class FSTier:
         durability: Literal["process", "power"] = "process",
         checksum_key_file: str | os.PathLike[str] | None = None,
         checksum_key_env: str | None = None,
-        layout: Literal["auto", "slab", "files"] = "files",
+        layout: Literal["auto", "slab", "files"] = "auto",
         name: str = "fs",
         clock: Clock = time.monotonic,
         _scan_gate: Gate | None = None,
@@ -139,6 +136,10 @@ class FSTier:
         except Exception:
             self._close_lanes()
             raise
+        if mount.in_memory:
+            # Nothing to wait for: more threads than cores would only fight for the GIL.
+            for lane in (self._read_lane, self._write_lane):
+                lane.n_threads = min(lane.n_threads, self._n_cores)
         mount.start()
         self._slot_nbytes = mount.slot_nbytes
         self._mount = mount
@@ -157,7 +158,7 @@ class FSTier:
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
             is_set = len({key for key, _ in items}) == len(items)
-            n_workers = self._n_workers(mount, self._n_read_threads, len(items[0][1])) if is_set else 1
+            n_workers = self._n_workers(self._read_lane, len(items[0][1])) if is_set else 1
             runs = mount.batches.plan_reads(items, n_workers, in_order=not is_set)
 
             def worker(indices: Iterator[int]) -> None:
@@ -177,7 +178,7 @@ class FSTier:
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
             is_set = len({chunk.key for chunk, _ in items}) == len(items)
-            n_workers = self._n_workers(mount, self._n_write_threads, len(items[0][1])) if is_set else 1
+            n_workers = self._n_workers(self._write_lane, len(items[0][1])) if is_set else 1
             runs = mount.batches.plan_writes(items, n_workers, in_order=not is_set)
 
             def worker(indices: Iterator[int]) -> None:
@@ -200,7 +201,7 @@ class FSTier:
             def worker(indices: Iterator[int]) -> None:
                 mount.operations.delete_some(keys, errors, indices)
 
-            await self._write_lane.spread(worker, len(keys), self._n_workers(mount, self._n_write_threads, 0))
+            await self._write_lane.spread(worker, len(keys), self._n_workers(self._write_lane, 0))
         if errors:
             raise TierWriteError(
                 self._name, f"{len(errors)} chunk files stay: {next(iter(errors.values()))}", [*errors]
@@ -267,9 +268,8 @@ class FSTier:
             raise ClosedError(f"{self._name}: the tier is not open")
         return self._mount
 
-    def _n_workers(self, mount: Mount, n_threads: int, nbytes: int) -> int:
-        waits = nbytes >= _SMALL_NBYTES and not mount.in_memory
-        return n_threads if waits else min(n_threads, self._n_cores)
+    def _n_workers(self, lane: Lane, nbytes: int) -> int:
+        return lane.n_threads if nbytes >= _SMALL_NBYTES else min(lane.n_threads, self._n_cores)
 
     async def _close(self) -> None:
         if self._opening is None:

@@ -69,7 +69,7 @@ class TierOptions:
     admission: Any = None
     writes: str = "cascade"
     durability: str = "process"
-    layout: str = "files"
+    layout: str = "auto"
     checksum_key_file: str | None = None
     checksum_key_env: str | None = None
     queue_nbytes: int | None = None
@@ -308,7 +308,7 @@ def _build_tier(get: Reader, kind: str, module_path: str | None, extra: Mapping[
         admission=get.rule("admission"),
         writes=get.choice("writes", WRITES, default="cascade"),
         durability=get.choice("durability", DURABILITIES, default="process") if fs else "process",
-        layout=get.choice("layout", LAYOUTS, default="files") if fs else "files",
+        layout=get.choice("layout", LAYOUTS, default="auto") if fs else "auto",
         checksum_key_file=get.file("checksum_key_file") if fs else None,
         checksum_key_env=get.variable("checksum_key_env") if fs else None,
         queue_nbytes=get.size("queue_bytes"),

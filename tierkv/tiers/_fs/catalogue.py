@@ -163,7 +163,12 @@ class Catalogue:
         Raises OSError: there is no row.
         """
         place = self._place_for(key)
-        self.put_at(place, key, slot, used_s)
+        try:
+            self.put_at(place, key, slot, used_s)
+        except OSError:
+            if not self._stands(place, key, slot):
+                raise
+            # Done, and denied: it would bring the key back, in a slot that is another's by then.
         self._taken[place] = 1
         return place
 
@@ -208,6 +213,12 @@ class Catalogue:
                 self._tidy(data, end, n * ROWS_A_BUCKET, first)
             yield piece
 
+    def _stands(self, place: int, key: ChunkKey, slot: int) -> bool:
+        with contextlib.suppress(OSError):
+            row = self.row(place)
+            return row is not None and (row.slot, row.key) == (slot, key)
+        return False
+
     def _tidy(self, data: bytes, begin: int, end: int, first: int) -> None:
         """Clear what is neither whole nor empty among some of the rows that begin with the ``first``."""
         if data[begin * ROW_NBYTES : end * ROW_NBYTES] == bytes((end - begin) * ROW_NBYTES):
@@ -241,7 +252,8 @@ class Catalogue:
 
     def _pwrite(self, row: bytes, place: int) -> None:
         # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
-        os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES)
+        if os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES) != len(row):
+            raise OSError(errno.EIO, "the write ended short")
 
 
 def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:

@@ -22,13 +22,7 @@ from tierkv.tiers._fs.catalogue import catalogue_nbytes
 from tierkv.tiers._fs.dirs import NotRegularError, discard_root_lock, make_directory, make_root
 from tierkv.tiers._fs.feed import Feed
 from tierkv.tiers._fs.file_io import ChunkFiles, Tally, direct_works
-from tierkv.tiers._fs.format import (
-    PAGE_NBYTES,
-    Sums,
-    charge_nbytes,
-    namespace_digest,
-    padded_nbytes,
-)
+from tierkv.tiers._fs.format import PAGE_NBYTES, Sums, charge_nbytes, namespace_digest, padded_nbytes
 from tierkv.tiers._fs.holes import is_in_memory
 from tierkv.tiers._fs.index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
 from tierkv.tiers._fs.leftovers import Leftovers
@@ -89,7 +83,7 @@ class Wishes:
     clock: Clock
     gate: Gate | None
     secret: SecretSource
-    layout: Layout = "files"
+    layout: Layout = "auto"
 
 
 class Mount:
@@ -296,6 +290,7 @@ class Mount:
             try:
                 self.beat()
                 self._leftovers.retry()
+                self.operations.retry()
                 failed = False
             except (OSError, TierError) as error:
                 if not failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -57,6 +58,8 @@ class Operations:
         self._spare_nbytes = spare_nbytes
         self._room_lock = threading.Lock()
         self._n_denied = 0
+        self._stale: deque[tuple[ChunkKey, str, Held]] = deque()
+        """Earlier copies that could not be removed, charged as fixed."""
 
     def read_some(
         self, items: Sequence[tuple[ChunkKey, memoryview]], outcomes: list[Outcome | None], indices: Iterable[int],
@@ -182,7 +185,20 @@ class Operations:
         elsewhere = (old.slot, old.at) != now_at
         if elsewhere and self._put_away(key, self._seat.ids[old.slot], old, None) is None:
             self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
+            self._stale.append((key, self._seat.ids[old.slot], old))
         self._books.abort_write(old.nbytes)
+
+    def retry(self) -> None:
+        """Put away earlier copies that could not be when they were replaced; the first that still cannot ends it."""
+        while self._stale:
+            key, owner, old = self._stale[0]
+            try:
+                if not self._store.remove(key, owner, old):
+                    self._store.reclaim(owner, old)
+            except OSError:
+                return
+            self._books.add_fixed(-old.nbytes)
+            self._stale.popleft()
 
     def _refusal(self, charge: int) -> Reason | None:
         """Why there is no room for a file; None once its bytes are charged."""

@@ -246,8 +246,12 @@ class Slab:
         """True once, if the slot's row was cleared by somebody else: the slot is the caller's to release."""
         with self._lock:
             place = self._places[slot] if slot < self.n_slots else _NO_ROW
-            if place == _NO_ROW or self.catalogue.row(place) is not None:
-                return False
+            try:
+                if place == _NO_ROW or self.catalogue.row(place) is not None:
+                    return False
+                self.catalogue.clear(place)  # a bit may have been wrong only as it was read
+            except OSError:
+                return False  # not now
             self._places[slot] = _NO_ROW
             return True
 

@@ -27,10 +27,10 @@ from tierkv.tiers._fs.memory import Scratch, zero
 from tierkv.tiers._fs.slab import Berth, Slab
 from tierkv.types import Chunk, ChunkKey
 
-RUN_NBYTES: Final = 2 << 20
-"""Slots of one call, if they are small: a disk likes long calls."""
-RUN_IN_MEMORY_NBYTES: Final = 1088 << 10
-"""Sixteen small slots: a checksum that follows finds its bytes still in a cache, if not the nearest."""
+RUN_NBYTES: Final = 2176 << 10
+"""Slots of one call, two of a MiB or more smaller ones: a disk likes long calls."""
+RUN_IN_MEMORY_NBYTES: Final = 2 << 20
+"""A checksum that follows finds its bytes still in a cache, if not the nearest; a chunk of a MiB is alone."""
 MOST_IN_RUN: Final = 16
 PIECE_NBYTES: Final = 512 * 1024
 
