@@ -128,9 +128,9 @@ class Slab:
             # A deletion between a row's reading and its entering would leave a slot that nobody frees.
             with self._lock:
                 piece = next(pieces, None)
-                rows = None if piece is None else self._enter(piece)
-            if rows is None:
-                break
+                if piece is None:
+                    break
+                rows = self._enter(piece)
             yield rows
         with self._lock:
             found = os.fstat(self._buffered.fd)
@@ -163,10 +163,10 @@ class Slab:
             place, slot, used_s, _ = row
             if slot < n_slots and states[slot] == _UNKNOWN:
                 states[slot], places[slot], used[slot] = _TAKEN, place, int(used_s)
-            elif slot >= n_slots or places[slot] != place:
+            if slot < n_slots and places[slot] == place:
+                entered.append(row)
+            else:
                 self.catalogue.clear(place)
-                continue
-            entered.append(row)
         return entered
 
     # -- slots ------------------------------------------------------------------------------------------------------
