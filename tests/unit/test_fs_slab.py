@@ -39,6 +39,7 @@ from tests.fs_kit import (
 )
 from tierkv.errors import ConfigError, TierWriteError
 from tierkv.tiers._fs import holes as _fs_holes
+from tierkv.tiers._fs import mount as _fs_mount
 from tierkv.tiers._fs import slab as _fs_slab
 from tierkv.tiers._fs import slab_files as _fs_slab_files
 from tierkv.tiers._fs.catalogue import (
@@ -527,6 +528,38 @@ async def test_a_row_that_was_written_and_denied_is_a_chunk(root: Path, monkeypa
         assert {found.key for found in await first_batches(tier)} == {key_of(i) for i in (0, 1, 3)}
         assert await fetch(tier, chunk_of(0), chunk_of(1), chunk_of(3)) == [OK] * 3
         _mount(tier).books.check()
+
+
+async def test_an_earlier_copy_that_cannot_go_is_tried_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is written anew while rows cannot be cleared: both slots count until the old one has gone, then one."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(_fs_mount, "HEARTBEAT_S", 3600.0)
+    async with opened(root, n_chunks=4) as tier:
+        await store(tier, chunk_of(1), chunk_of(2))
+        mount = _mount(tier)
+        before = mount.books.fixed_nbytes
+        monkeypatch.setattr(Catalogue, "clear", fails)
+        await store(tier, chunk_of(1))
+        mount.operations.retry()
+        assert mount.books.fixed_nbytes == before + CHARGE and slab_of(tier).n_taken == n_on_disk(root) == 3
+        assert await fetch(tier, chunk_of(1), chunk_of(2)) == [OK] * 2
+        await _delete_fails(tier, key_of(1))
+        monkeypatch.undo()
+        await tier.delete([key_of(1)])
+        assert n_on_disk(root) == 2, "the earlier copy stands"
+        mount.operations.retry()
+        assert mount.books.fixed_nbytes == before and slab_of(tier).n_taken == n_on_disk(root) == 1
+        mount.books.check()
+        await store(tier, *(chunk_of(i) for i in (3, 4, 5)))
+        assert await fetch(tier, *(chunk_of(i) for i in (2, 3, 4, 5))) == [OK] * 4
+
+
+async def _delete_fails(tier: FSTier, key: ChunkKey) -> None:
+    with pytest.raises(TierWriteError):
+        await tier.delete([key])
 
 
 async def test_a_row_that_was_read_wrongly_does_not_outlive_its_chunk(

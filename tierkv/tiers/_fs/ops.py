@@ -281,7 +281,8 @@ class Operations:
         try:
             return self._store.remove(key, owner, held, identity=identity)
         except OSError as error:
-            _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, error)
+            # Not the exception itself, as above.
+            _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, str(error))
             return None
 
 
