@@ -75,7 +75,7 @@ PARTS = {
     "steps": Part(130, _steps),
     "disk": Part(250, _disk),
     "engine": Part(520, _engine),
-    "index": Part(260, _index),
+    "index": Part(420, _index),
 }
 
 
