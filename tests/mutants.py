@@ -209,8 +209,8 @@ OURS: Final = [
     Mutant(
         "a deleted chunk leaves a ghost",
         POLICIES + "arc.py",
-        "                if evicted:\n                    ghosts.add(key)\n",
-        "                ghosts.add(key)\n",
+        "        if evicted:\n            ghosts.add(key)\n",
+        "        ghosts.add(key)\n",
         "check_policy(ARC)",
     ),
     Mutant(
