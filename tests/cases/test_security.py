@@ -30,7 +30,7 @@ from tests.cases.kit import (
     store,
     turns_until,
 )
-from tests.fs_kit import files_under
+from tests.fs_kit import files_under, only_files
 from tests.toys import prompt
 from tierkv import ConfigError, MemoryTier, Namespace, Outcome, TierError
 from tierkv.chunkers import extra_bytes
@@ -229,6 +229,8 @@ async def test_a39_odd_model_names(tmp_path: Path) -> None:
         assert chunk_files(tmp_path / "odd" / odd)
 
 
+@pytest.mark.usefixtures("layout")
+@only_files
 async def test_a40_links_are_not_followed(tmp_path: Path) -> None:
     """A link for a root (legal), at a chunk's path, for a leaf, for the namespace, at a name that a write starts with.
 
