@@ -44,6 +44,7 @@ _AT_LENGTH: Final = 12
 _AT_KEY: Final = 13
 ROWS_A_BUCKET: Final = PAGE_NBYTES // ROW_NBYTES
 _NO_ROW: Final = bytes(ROW_NBYTES)
+_make_row = tuple.__new__  # half the cost of Row(...)
 _MOST_BUCKETS: Final = 64
 """How far a row may lie from its bucket; a reader gives up after so many full ones."""
 
@@ -200,18 +201,27 @@ class Catalogue:
             data = os.pread(self._fd, n * PAGE_NBYTES, PAGE_NBYTES * (1 + bucket))
             if len(data) < n * PAGE_NBYTES:
                 raise BadCatalogueError("length")
-            first, piece, end = bucket * ROWS_A_BUCKET, [], 0
-            for i in [i for i, length in enumerate(data[_AT_LENGTH::ROW_NBYTES]) if length]:
-                row = self._unpack(data, i * ROW_NBYTES, first)
-                if row is not None:
-                    if tidy and i > end:
-                        self._tidy(data, end, i, first)
-                    end = i + 1
-                    self._taken[first + i] = 1
-                    piece.append(row)
-            if tidy:
-                self._tidy(data, end, n * ROWS_A_BUCKET, first)
+            first = bucket * ROWS_A_BUCKET
+            piece = self._unpack_all(data, first)
+            for row in piece:
+                self._taken[row[0]] = 1
+            if tidy and len(piece) < n * ROWS_A_BUCKET:
+                end = first
+                for place in (*[row[0] for row in piece], first + n * ROWS_A_BUCKET):
+                    if place > end:
+                        self._tidy(data, end - first, place - first, first)
+                    end = place + 1
             yield piece
+
+    def _unpack_all(self, data: bytes, first: int) -> list[Row]:
+        """The whole rows of some buckets. A million of them are read at an open, so in one expression."""
+        base_s, crc = self._base_s, zlib.crc32
+        return [
+            _make_row(Row, (place, slot, base_s + tenths * 0.1, key[:length]))
+            for place, (total, slot, tenths, length, key) in enumerate(_ROW.iter_unpack(data), first)
+            if 0 < length <= MAX_KEY_NBYTES
+            and total == crc(data[(at := (place - first) * ROW_NBYTES) + 4 : at + ROW_NBYTES])
+        ]
 
     def _stands(self, place: int, key: ChunkKey, slot: int) -> bool:
         with contextlib.suppress(OSError):

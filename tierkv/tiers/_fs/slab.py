@@ -158,12 +158,14 @@ class Slab:
     def _enter(self, piece: list[Row]) -> list[Row]:
         """Caller holds the lock. Two rows for a slot, or a slot that is not there: the row goes."""
         states, places, used, n_slots = self._states, self._places, self._used, self.n_slots
+        wrong: set[int] = set()
         for place, slot, used_s, _ in piece:
             if slot < n_slots and states[slot] == _UNKNOWN:
                 states[slot], places[slot], used[slot] = _TAKEN, place, int(used_s)
             elif slot >= n_slots or places[slot] != place:
                 self.catalogue.clear(place)
-        return [row for row in piece if row.slot < n_slots and places[row.slot] == row.place]
+                wrong.add(place)
+        return [row for row in piece if row.place not in wrong] if wrong else piece
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
