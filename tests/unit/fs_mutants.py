@@ -354,6 +354,20 @@ MUTANTS = [
         "unit/test_fs_unchanged.py",
     ),
     Mutant(
+        "a catalogue is believed as the index has it though it changed",
+        "_fs/slab.py",
+        "if self.is_loaded or self.catalogue.stamp() != stamp:",
+        "if self.is_loaded:",
+        "unit/test_fs_unchanged.py",
+    ),
+    Mutant(
+        "a slot gets another's row from the index",
+        "_fs/slab.py",
+        "self._places[slot] = row\n",
+        "self._places[slot] = rows[0]\n",
+        "unit/test_fs_unchanged.py",
+    ),
+    Mutant(
         "an index enters though there are slots besides",
         "_fs/unchanged.py",
         " if n_in_slab == self._n_rows else None",

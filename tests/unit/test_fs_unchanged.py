@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from tests.fs_kit import (
     store,
 )
 from tests.patience import PATIENCE_S
+from tierkv.tiers._fs import catalogue as catalogues
 from tierkv.tiers._fs import scan, unchanged
-from tierkv.tiers._fs.catalogue import Catalogue
+from tierkv.tiers._fs.catalogue import Catalogue, Row
 from tierkv.tiers._fs.format import namespace_digest
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Found, Status
@@ -119,6 +121,74 @@ async def test_a_row_besides_is_seen(root: Path) -> None:
     async with opened(root) as tier:
         assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in (*ORDER, 8)]
         assert tier.usage()["chunks_nbytes"] == 7 * CHARGE
+
+
+@only_slab
+async def test_a_catalogue_that_nobody_changed_is_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index says which slot each chunk has, and which row: enough to read, replace and delete, and to be sure."""
+    monkeypatch.setattr(catalogues, "_TICK_S", -1.0)
+    await left(root)
+    monkeypatch.setattr(Catalogue, "rows", lambda _: pytest.fail("it was read"))
+    async with opened(root) as tier:
+        assert await first_batches(tier) == [Found(c.key, CHARGE, True, c) for c in CHUNKS]
+        assert tier.usage()["chunks_nbytes"] == 6 * CHARGE == chunk_bytes(root, tier)
+        assert await fetch(tier, *CHUNKS) == [Status.OK] * 6
+        await store(tier, chunk_of(6), chunk_of(7), CHUNKS[0])
+        await tier.delete([CHUNKS[1].key])
+        _mount(tier).books.check()
+    monkeypatch.undo()
+    (path,) = root.rglob("*.slots")
+    with path.open("rb") as file:
+        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+        rows = [row for piece in catalogue.rows(tidy=False) for row in piece]
+    assert sorted(row.key for row in rows) == sorted(key_of(i) for i in (*ORDER, 6, 7) if i != ORDER[1])
+    assert len({row.slot for row in rows}) == len(rows), "no slot was given out twice"
+    async with opened(root) as tier:
+        assert await fetch(tier, CHUNKS[0], *CHUNKS[2:], chunk_of(6), chunk_of(7)) == [Status.OK] * 7
+
+
+@only_slab
+@pytest.mark.parametrize("change", ["another run of the machine", "another file", "it changed a moment ago"])
+async def test_a_catalogue_that_may_have_changed_is_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """After a start of the machine, where a copy stands in its place, and where its time says nothing."""
+    monkeypatch.setattr(catalogues, "_TICK_S", 1e9 if change == "it changed a moment ago" else -1.0)
+    await left(root)
+    (path,) = root.rglob("*.slots")
+    if change == "another file":
+        path.write_bytes(path.rename(path.with_suffix(".old")).read_bytes())
+        path.chmod(0o600)
+        path.with_suffix(".old").unlink()
+    elif change == "another run of the machine":
+        monkeypatch.setattr(catalogues, "_boot", lambda: b"another")
+    rows, read = Catalogue.rows, []
+
+    def noted(catalogue: Catalogue) -> Iterator[list[Row]]:
+        read.append(catalogue)
+        return rows(catalogue)
+
+    monkeypatch.setattr(Catalogue, "rows", noted)
+    async with opened(root) as tier:
+        assert await first_batches(tier) == [Found(c.key, CHARGE, True, c) for c in CHUNKS]
+        assert await fetch(tier, *CHUNKS) == [Status.OK] * 6
+    assert read
+
+
+@only_slab
+async def test_a_change_at_rest_is_seen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that somebody cleared since the index was written, whose catalogue was at rest then."""
+    monkeypatch.setattr(catalogues, "_TICK_S", -1.0)
+    await left(root)
+    (path,) = root.rglob("*.slots")
+    with path.open("rb+") as file:
+        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+        (place,) = [row.place for piece in catalogue.rows() for row in piece if row.key == key_of(4)]
+        catalogue.clear(place)
+    os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 1))  # a file system's time may go by in steps
+    async with opened(root) as tier:
+        assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in ORDER if i != 4]
+        assert await fetch(tier, chunk_of(4)) == [Status.MISSING]
 
 
 async def test_both_layouts_on_a_root_come_in_one_order(root: Path) -> None:

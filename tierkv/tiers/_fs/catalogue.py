@@ -25,7 +25,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
 from tierkv.tiers._fs.format import MAX_KEY_NBYTES, PAGE_NBYTES, VERSION, padded_nbytes
@@ -44,6 +44,11 @@ _AT_LENGTH: Final = 12
 _AT_KEY: Final = 13
 ROWS_A_BUCKET: Final = PAGE_NBYTES // ROW_NBYTES
 _NO_ROW: Final = bytes(ROW_NBYTES)
+_BOOT_NBYTES: Final = 36
+_STAMP = struct.Struct(f"<QQQq{_BOOT_NBYTES}s")  # device, inode, length, when it changed last, run of the machine
+STAMP_NBYTES: Final[int] = _STAMP.size
+_TICK_S: Final = 0.02
+"""More than the step in which a file system tells time."""
 _make_row = tuple.__new__  # half the cost of Row(...)
 _MOST_BUCKETS: Final = 64
 """How far a row may lie from its bucket; a reader gives up after so many full ones."""
@@ -136,6 +141,28 @@ class Catalogue:
     def n_slots(self) -> int:
         """Most slots that it is meant for."""
         return max(1, self.n_buckets * ROWS_A_BUCKET * 2 // 3)
+
+    def stamp(self) -> bytes:
+        """Says which file this is and when it changed last, since when the machine runs: equal stamps, equal rows."""
+        found = os.fstat(self._fd)
+        return _STAMP.pack(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, _boot())
+
+    def stamp_at_rest(self) -> bytes | None:
+        """None if it changed a moment ago: a change still to come might have the same time."""
+        is_at_rest = time.time() - os.fstat(self._fd).st_mtime > _TICK_S
+        return self.stamp() if is_at_rest else None
+
+    def claim(self, rows: Sequence[int]) -> bool:
+        """Mark all rows that there are as taken; False, and nothing is marked, if these cannot be that."""
+        taken = self._taken
+        if any(taken) or max(rows, default=0) >= len(taken):
+            return False
+        for row in rows:
+            taken[row] = 1
+        if taken.count(1) == len(rows):
+            return True
+        taken[:] = bytes(len(taken))
+        return False
 
     def find(self, key: ChunkKey) -> Row | None:
         """The key's row; None if it has none, or none that can be found from here."""
@@ -264,6 +291,15 @@ class Catalogue:
         # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
         if os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES) != len(row):
             raise OSError(errno.EIO, "the write ended short")
+
+
+def _boot() -> bytes:
+    """What only this run of the machine has: a loss of power takes rows along, and leaves times as they were."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            return file.read(_BOOT_NBYTES)
+    except OSError:
+        return os.urandom(_BOOT_NBYTES)
 
 
 def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:

@@ -20,6 +20,7 @@ import aiofiles
 import aiofiles.os
 import xxhash
 
+from tierkv.tiers._fs.catalogue import STAMP_NBYTES
 from tierkv.tiers._fs.dirs import unlink_quietly
 from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
@@ -27,19 +28,24 @@ from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
 
-_MAGIC: Final = b"tierkv-index\r\n\0\0"
-# magic, version, number of ids, of tenants, longest key, longest parent, namespace digest, number of entries
-_HEAD = struct.Struct("<16sHHHHH6x16sQ")
+_MAGIC: Final = b"tierkv-index\r\n\0\2"
+# magic, version, number of ids, of tenants, of slabs, longest key, longest parent, namespace digest, number of entries
+_HEAD = struct.Struct("<16sHHHHHH4x16sQ")
 _SUM_NBYTES: Final = 16
 _TIMES = struct.Struct(f"<{N_LEAVES}q")
-_ENTRY = "<BBBxHHIIqQ{key}s{parent}s"
-_COLUMNS = "<BxBxH6xI16x{key}s{parent}x"
-"""Of an entry what the books need: length of the key, flags, id, pages, key."""
+_SLAB = struct.Struct(f"<HQ{STAMP_NBYTES}s")
+# length of the key, of the parent, flags, id, tenant, group, pages, slot, row, last token, length of the payload
+_ENTRY = "<BBBxHHIIIIqQ{key}s{parent}s"
+_COLUMNS = "<BxBxH6xIII16x{key}s{parent}x"
+"""Of an entry what the books need: length of the key, flags, id, pages, slot, row, key."""
 _PARTIAL: Final = 1
 _HAS_PARENT: Final = 2
 _IN_SLAB: Final = 4
 _PER_CHUNK_NBYTES: Final = 192
 """What an entry is allowed for when room is set aside: enough for keys of 80 bytes."""
+
+
+Stamps = Mapping[tuple[str, int], bytes]
 
 
 class BadIndexError(Exception):
@@ -51,8 +57,10 @@ class IndexEntry(NamedTuple):
     nbytes: int
     """Length in bytes of the file, or of the slot."""
     chunk: Chunk
-    in_slab: bool = False
-    """Its slot is the catalogue's to say: here is only how recent it is, and what its key says of it."""
+    at: int | None = None
+    """Slot of the owner's slab; None for a file."""
+    row: int = 0
+    """Place of the slot's row."""
 
 
 class Span(NamedTuple):
@@ -65,6 +73,9 @@ class Span(NamedTuple):
     """Places in ``Index.covers``."""
     pages: Sequence[int]
     in_slab: Sequence[bool]
+    slots: Sequence[int]
+    """Where a chunk in a slab lay; the catalogue may say otherwise by now."""
+    rows: Sequence[int]
 
 
 class Index:
@@ -73,13 +84,16 @@ class Index:
     Attributes:
         covers: the owner ids all of whose files in the namespace are listed.
         leaf_times_ns: when each leaf directory had last changed; 0 if there was none.
+        stamps: of the catalogue of each slab, by owner and bytes of a slot.
     """
 
     def __init__(
-        self, covers: tuple[str, ...], leaf_times_ns: Mapping[str, int], tenants: Sequence[str], entries: _Entries
-    ) -> None:
+        self, covers: tuple[str, ...], leaf_times_ns: Mapping[str, int], stamps: Stamps, tenants: Sequence[str],
+        entries: _Entries,
+    ) -> None:  # fmt: skip
         self.covers = covers
         self.leaf_times_ns = leaf_times_ns
+        self.stamps = stamps
         self._tenants = tenants
         self._entries = entries
 
@@ -91,16 +105,16 @@ class Index:
         packed, size = self._entries.packed, self._entries.layout.size
         for first in range(0, len(self), length):
             piece = packed[first * size : (first + length) * size]
-            n_keys, flags, ids, pages, keys = zip(*self._entries.columns.iter_unpack(piece), strict=True)
+            n_keys, flags, ids, pages, slots, rows, keys = zip(*self._entries.columns.iter_unpack(piece), strict=True)
             if set(n_keys) != {len(keys[0])}:
                 keys = tuple(key[:n] for key, n in zip(keys, n_keys, strict=True))
             in_slab = {flag: flag & _IN_SLAB > 0 for flag in set(flags)}
-            yield Span(first, keys, ids, pages, list(map(in_slab.__getitem__, flags)))
+            yield Span(first, keys, ids, pages, list(map(in_slab.__getitem__, flags)), slots, rows)
 
     def chunk(self, place: int, same_key: ChunkKey | None = None) -> Chunk:
         """The record at a place. It has ``same_key`` itself for a key, where the caller has it already."""
         layout = self._entries.layout
-        n_key, n_parent, flags, _, tenant, group, _, end_token, nbytes, key, parent = layout.unpack_from(
+        n_key, n_parent, flags, _, tenant, group, _, _, _, end_token, nbytes, key, parent = layout.unpack_from(
             self._entries.packed, place * layout.size
         )
         return Chunk(
@@ -126,8 +140,9 @@ def index_room_nbytes(n_chunks: int) -> int:
 
 
 def pack_index(
-    covers: Sequence[str], leaf_times_ns: Mapping[str, int], entries: Sequence[IndexEntry], digest: bytes
-) -> bytes:
+    covers: Sequence[str], leaf_times_ns: Mapping[str, int], stamps: Stamps, entries: Sequence[IndexEntry],
+    digest: bytes,
+) -> bytes:  # fmt: skip
     """The whole file; ``entries`` are coldest first."""
     tenants: dict[str, int] = {}
     for entry in entries:
@@ -136,18 +151,21 @@ def pack_index(
     n_parent = max((len(e.chunk.parent or b"") for e in entries), default=0)
     slots = {owner: slot for slot, owner in enumerate(covers)}
     entry_struct = struct.Struct(_ENTRY.format(key=n_key, parent=n_parent))
-    out = bytearray(_HEAD.pack(_MAGIC, VERSION, len(slots), len(tenants), n_key, n_parent, digest, len(entries)))
+    counts = len(slots), len(tenants), len(stamps)
+    out = bytearray(_HEAD.pack(_MAGIC, VERSION, *counts, n_key, n_parent, digest, len(entries)))
     out += b"".join(bytes.fromhex(owner) for owner in covers)
     out += _TIMES.pack(*(leaf_times_ns.get(leaf, 0) for leaf in LEAVES))
+    for (owner, slot_nbytes), stamp in stamps.items():
+        out += _SLAB.pack(slots[owner], slot_nbytes, stamp)
     for tenant in tenants:
         text = tenant.encode("utf-8", "surrogatepass")
         out += struct.pack("<H", len(text)) + text
-    for owner, nbytes, chunk, in_slab in entries:
+    for owner, nbytes, chunk, slot, row in entries:
         parent = chunk.parent or b""
-        flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None) | _IN_SLAB * in_slab
+        flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None) | _IN_SLAB * (slot is not None)
         out += entry_struct.pack(
             len(chunk.key), len(parent), flags, slots[owner], tenants[chunk.tenant], chunk.group,
-            nbytes // PAGE_NBYTES, chunk.end_token, chunk.nbytes,
+            nbytes // PAGE_NBYTES, slot or 0, row, chunk.end_token, chunk.nbytes,
             chunk.key, parent,
         )  # fmt: skip
     out += xxhash.xxh3_128_digest(out)
@@ -159,7 +177,7 @@ def unpack_index(data: bytes, digest: bytes) -> Index:
     body = memoryview(data)[:-_SUM_NBYTES]
     if len(data) < _HEAD.size + _SUM_NBYTES or xxhash.xxh3_128_digest(body) != data[-_SUM_NBYTES:]:
         raise BadIndexError("checksum")
-    magic, version, n_ids, n_tenants, n_key, n_parent, its_digest, n_entries = _HEAD.unpack_from(body)
+    magic, version, n_ids, n_tenants, n_slabs, n_key, n_parent, its_digest, n_entries = _HEAD.unpack_from(body)
     if (magic, version, its_digest) != (_MAGIC, VERSION, digest):
         raise BadIndexError("another format or namespace")
     at = _HEAD.size
@@ -167,6 +185,8 @@ def unpack_index(data: bytes, digest: bytes) -> Index:
     at += 8 * n_ids
     times = dict(zip(LEAVES, _TIMES.unpack_from(body, at), strict=True))
     at += _TIMES.size
+    slabs = [_SLAB.unpack_from(body, at + i * _SLAB.size) for i in range(n_slabs)]
+    at += n_slabs * _SLAB.size
     tenants = []
     for _ in range(n_tenants):
         (length,) = struct.unpack_from("<H", body, at)
@@ -175,7 +195,8 @@ def unpack_index(data: bytes, digest: bytes) -> Index:
     layout, columns = (struct.Struct(text.format(key=n_key, parent=n_parent)) for text in (_ENTRY, _COLUMNS))
     if len(body) - at != n_entries * layout.size:
         raise BadIndexError("length")
-    return Index(owners, times, tenants, _Entries(layout, columns, body[at:]))
+    stamps = {(owners[i], slot_nbytes): stamp for i, slot_nbytes, stamp in slabs}
+    return Index(owners, times, stamps, tenants, _Entries(layout, columns, body[at:]))
 
 
 async def save_index(root_fd: int, owner: str, data: bytes, executor: Executor) -> None:

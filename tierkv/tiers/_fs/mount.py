@@ -203,16 +203,19 @@ class Mount:
             return None
         ids, books = self._seat.ids, self.books
         ordered = {chunk.key: chunk for chunk in order}
-        held_keys = books.keys()
+        covers, held_keys = self._seat.held_ids(), books.keys()
+        slabs = self._slabs.open_ones(covers) or {}
         entries = []
         # What the ledger never heard of or has let go is colder than all it knows.
         for key in (*(key for key in held_keys if key not in ordered), *ordered):
             held = books.get(key)
             if held is not None:
                 chunk = ordered.get(key) or Chunk(ChunkKey(key))
-                entries.append(IndexEntry(ids[held.slot], held.nbytes, chunk, held.at is not None))
-        covers = tuple(self._seat.held_ids())
-        data = pack_index(covers, leaf_times_ns(self._namespace_fd), entries, self._digest)
+                slab = None if held.at is None else slabs.get((ids[held.slot], held.nbytes))
+                row = 0 if slab is None or held.at is None else slab.row_in(held.at)
+                entries.append(IndexEntry(ids[held.slot], held.nbytes, chunk, held.at, row))
+        stamps = {which: at for which, slab in slabs.items() if (at := slab.catalogue.stamp_at_rest()) is not None}
+        data = pack_index(covers, leaf_times_ns(self._namespace_fd), stamps, entries, self._digest)
         spare = max(0, books.limit_nbytes - books.used_nbytes)
         if padded_nbytes(len(data)) > self._index_room_nbytes + spare:
             _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))

@@ -29,7 +29,7 @@ from tierkv.tiers._fs.owners import Seat
 from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.tiers._fs.store import Store
-from tierkv.tiers._fs.unchanged import Slots, enter, is_unchanged
+from tierkv.tiers._fs.unchanged import enter, is_unchanged, located
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -165,6 +165,7 @@ class Scanner:
         hints = Hints(indexes, owners)
         listed = self._list_files(lister, indexes, owners, hints)
         in_slabs: dict[ChunkKey, Listed] = {}
+        self._pass_slabs(owners)
         for owner, slab, rows in self._rows(owners):
             for row in rows:
                 self._keep_better(in_slabs, hints.about_row(row, owner, slab.slot_nbytes))
@@ -174,10 +175,12 @@ class Scanner:
             listed = list(in_slabs.values())
         return in_order(listed)
 
+    def _pass_slabs(self, owners: list[str]) -> None:
+        if self._gate is not None and not self._slabs.owners().isdisjoint(owners):
+            self._gate(0, 1)
+
     def _rows(self, owners: list[str]) -> Iterator[tuple[str, Slab, list[Row]]]:
         for owner in owners:
-            if self._gate is not None and owner in self._slabs.owners():
-                self._gate(0, 1)
             for slab, rows in self._slabs.load(owner, self._stop.is_set):
                 if self._stop.is_set():
                     raise ScanStoppedError
@@ -189,12 +192,11 @@ class Scanner:
         None, and nothing is counted, if not all of it is ours, lies where the index says and may stay.
         """
         held = [slot for owner in index.covers if (slot := self._seat.slot_of(owner)) is not None]
-        if len(held) < len(index.covers) or not self._slabs.are_open(owners):
+        slabs = self._slabs.open_ones(owners)
+        if len(held) < len(index.covers) or slabs is None:
             return None
-        slots = Slots()
-        for owner, slab, rows in self._rows(owners):
-            slots.add(owner, slab.slot_nbytes, rows)
-        match = slots.match(index)
+        self._pass_slabs(owners)
+        match = located(index, slabs, self._slabs.count, self._rows(owners))
         # What a probe has announced counts twice here: where that is too much, each is weighed by itself.
         room_nbytes = min(self._limit_nbytes(), self._seat.room_nbytes()) - leavers_nbytes - self._books.counted_nbytes
         if match is None or match.nbytes > room_nbytes:

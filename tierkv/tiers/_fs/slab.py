@@ -10,13 +10,13 @@ import contextlib
 import errno
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from tierkv.tiers._fs.catalogue import Catalogue, Row
+from tierkv.tiers._fs.descriptor import Descriptor, open_regular
 from tierkv.tiers._fs.dirs import sync_upwards
 from tierkv.tiers._fs.file_io import TOUCH_AFTER_S, Identity, Tally
 from tierkv.tiers._fs.holes import allocate, punch
@@ -24,36 +24,9 @@ from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)
 
-SAFE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_DIRECT: Final = getattr(os, "O_DIRECT", 0)
-
 _HOLE, _IDLE, _TAKEN, _UNKNOWN = range(4)
 """No blocks; blocks and no chunk; a chunk, or a write under way; not loaded yet."""
 _NO_ROW: Final = 0xFFFFFFFF
-
-
-class Descriptor:
-    """An open file, closed once nobody holds it: calls may be under way when its owner is seen to be gone."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-
-def open_regular(name: str, dir_fd: int, *, direct: bool = False) -> Descriptor:
-    """Open for reading and writing if we may, never through a link. Raises OSError; ELOOP for what is no file."""
-    flags = SAFE | (_DIRECT if direct else 0)
-    try:
-        file = Descriptor(os.open(name, os.O_RDWR | flags, dir_fd=dir_fd))
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES):
-            raise
-        file = Descriptor(os.open(name, os.O_RDONLY | flags, dir_fd=dir_fd))
-    if not stat.S_ISREG(os.fstat(file.fd).st_mode):
-        raise OSError(errno.ELOOP, "not a regular file")
-    return file
 
 
 class Slab:
@@ -133,16 +106,41 @@ class Slab:
                 rows = self._enter(piece)
             yield rows
         with self._lock:
-            found = os.fstat(self._buffered.fd)
-            if found.st_size != self.n_slots * self.slot_nbytes:
-                os.ftruncate(self._buffered.fd, self.n_slots * self.slot_nbytes)
-            whole = found.st_blocks * 512 >= self.n_slots * self.slot_nbytes
-            for slot, n in self._runs(_UNKNOWN):
-                if not whole:
-                    punch(self._buffered.fd, slot * self.slot_nbytes, n * self.slot_nbytes)
-                self._mark(slot, n, _IDLE if whole else _HOLE)
-                self.n_found_idle += n if whole else 0
-            self.is_loaded = True
+            self._settle_the_rest()
+
+    def trust(self, slots: Sequence[int], rows: Sequence[int], stamp: bytes) -> bool:
+        """``load`` for a catalogue that has not changed since its stamp was taken, when these slots had these rows.
+
+        False: it is as it was before, and its rows are to be read.
+        """
+        with self._lock:
+            if self.is_loaded or self.catalogue.stamp() != stamp:
+                return False
+            self._measure()
+            if max(slots, default=0) >= max(1, self.n_slots) or not self.catalogue.claim(rows):
+                return False
+            for slot, row in zip(slots, rows, strict=True):
+                self._states[slot] = _TAKEN
+                self._places[slot] = row
+            self._settle_the_rest()
+            return True
+
+    def row_in(self, slot: int) -> int:
+        """The place of a taken slot's row."""
+        return self._places[slot]
+
+    def _settle_the_rest(self) -> None:
+        """All rows are known. Caller holds the lock."""
+        found = os.fstat(self._buffered.fd)
+        if found.st_size != self.n_slots * self.slot_nbytes:
+            os.ftruncate(self._buffered.fd, self.n_slots * self.slot_nbytes)
+        whole = found.st_blocks * 512 >= self.n_slots * self.slot_nbytes
+        for slot, n in self._runs(_UNKNOWN):
+            if not whole:
+                punch(self._buffered.fd, slot * self.slot_nbytes, n * self.slot_nbytes)
+            self._mark(slot, n, _IDLE if whole else _HOLE)
+            self.n_found_idle += n if whole else 0
+        self.is_loaded = True
 
     def _measure(self) -> None:
         """As many slots as the file has now; it may have been another process's since it was opened.

@@ -21,11 +21,12 @@ from tierkv.tiers._fs.catalogue import (
     parse_slab_name,
     slab_name,
 )
+from tierkv.tiers._fs.descriptor import SAFE, open_regular
 from tierkv.tiers._fs.dirs import names_in, sync_upwards, unlink_quietly
 from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import HEADER_NBYTES, PLAIN, BadHeaderError, Header, Sums, unpack_header
 from tierkv.tiers._fs.holes import UNSUPPORTED, allocate, punch
-from tierkv.tiers._fs.slab import SAFE, Slab, open_regular
+from tierkv.tiers._fs.slab import Slab
 from tierkv.types import ChunkKey
 
 _log = logging.getLogger(__name__)

@@ -83,10 +83,14 @@ class Slabs:
         """Of every slab that lies here."""
         return {owner for owner, _ in self._files.listed()}
 
-    def are_open(self, owners: list[str]) -> bool:
-        """Whether no slab of these must be mended before it can be loaded."""
-        there = self._files.listed()
-        return all(n in self._slabs.get(owner, ()) for owner, n in there if n and owner in owners)
+    def open_ones(self, owners: list[str]) -> dict[tuple[str, int], Slab] | None:
+        """The slabs of these; None if one must be mended before it can be loaded."""
+        there = [(owner, n) for owner, n in self._files.listed() if owner in owners]
+        if not all(n in self._slabs.get(owner, ()) for owner, n in there):
+            return None
+        for which in there:
+            self._files.tidy(*which)
+        return {(owner, n): self._slabs[owner][n] for owner, n in there}
 
     def take_over(self, owner: str) -> bool:
         """Slabs without a living or dead owner become ours by a new name; False if we have some of that length."""
@@ -135,7 +139,7 @@ class Slabs:
                         self._uncount(slab)
                     raise OSError(errno.EIO, f"catalogue: {error}") from None
                 if not known and self._is_held(owner):
-                    self._count(slab)
+                    self.count(slab)
 
     def besides_nbytes(self, owner: str) -> int:
         """What the slabs of a dead owner that is not ours occupy besides chunks."""
@@ -320,7 +324,7 @@ class Slabs:
     def _is_own(self, slab: Slab) -> bool:
         return slab.owner == self._seat.id and slab.slot_nbytes == self._slot_nbytes
 
-    def _count(self, slab: Slab) -> None:
+    def count(self, slab: Slab) -> None:
         """A slab of ours was loaded: charge what it occupies besides chunks. Raises OSError."""
         if self._is_written(slab):
             self._books.add_idle(slab.n_found_idle * slab.slot_nbytes)

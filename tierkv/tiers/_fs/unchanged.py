@@ -7,7 +7,8 @@ through them all with the interpreter held, as long again.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from tierkv.tiers._fs.books import Books
@@ -17,6 +18,7 @@ from tierkv.tiers._fs.feed import BATCH, Feed, Listed
 from tierkv.tiers._fs.format import PAGE_NBYTES
 from tierkv.tiers._fs.index import Index, Span
 from tierkv.tiers._fs.listing import leaf_times_ns, listed_in
+from tierkv.tiers._fs.slab import Slab
 from tierkv.types import ChunkKey
 
 Ats = list[int | None]
@@ -72,6 +74,53 @@ class Slots:
         columns = zip(span.keys, span.ids, span.pages, span.in_slab, strict=True)
         ats = [tables[i, pages].get(key, -1) if in_slab else None for key, i, pages, in_slab in columns]
         return None if -1 in ats else ats
+
+
+def located(
+    index: Index, slabs: Mapping[tuple[str, int], Slab], on_loaded: Callable[[Slab], None],
+    rows: Iterable[tuple[str, Slab, Sequence[Row]]],
+) -> Match | None:  # fmt: skip
+    """Every entry of an index with its place: by the index itself if no catalogue was changed since, else by ``rows``.
+
+    None if that is not so: an entry has no place, or there are rows besides.
+    """
+    match = _trusted(index, slabs, on_loaded)
+    if match is None:
+        slots = Slots()
+        for owner, slab, piece in rows:
+            slots.add(owner, slab.slot_nbytes, piece)
+        match = slots.match(index)
+    return match
+
+
+def _trusted(
+    index: Index, slabs: Mapping[tuple[str, int], Slab], on_loaded: Callable[[Slab], None]
+) -> Match | None:  # fmt: skip
+    """Every entry at the place that the index gives, if no catalogue was changed since; then the slabs are loaded.
+
+    None: the rows are to be read. A slab that was loaded stays so.
+    """
+    if slabs.keys() != index.stamps.keys():
+        return None
+    spans: list[tuple[Span, Ats]] = []
+    places: dict[tuple[str, int], tuple[list[int], list[int]]] = {slab: ([], []) for slab in slabs}
+    for span in index.spans(BATCH):
+        columns = list(zip(span.ids, span.pages, span.in_slab, strict=True))
+        kinds = set(columns)
+        for kind in kinds:
+            slots, rows = places.get((index.covers[kind[0]], kind[1] * PAGE_NBYTES), ([], []))
+            if not kind[2]:
+                continue
+            mine = [True] * len(span.keys) if len(kinds) == 1 else [each == kind for each in columns]
+            slots += compress(span.slots, mine)
+            rows += compress(span.rows, mine)
+        ats: Ats = [slot if is_one else None for slot, is_one in zip(span.slots, span.in_slab, strict=True)]
+        spans.append((span, ats))
+    for which, slab in slabs.items():
+        if not slab.trust(*places[which], index.stamps[which]):
+            return None
+        on_loaded(slab)
+    return Match(index, spans, sum(sum(span.pages) for span, _ in spans) * PAGE_NBYTES)
 
 
 class Match(NamedTuple):
