@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from tierkv.tiers._fs.format import PAGE_NBYTES
@@ -31,6 +32,14 @@ class Listed(NamedTuple):
     """Slot of the owner's slab; None for a file."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some entries of an index that follow each other."""
+
+    index: Index
+    span: Span
+
+
 class Feed:
     """A queue of batches. They are built when they are taken, so what waits here costs no more than the listing.
 
@@ -39,7 +48,7 @@ class Feed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches: deque[Sequence[Listed] | tuple[Index, Span]] = deque()
+        self._batches: deque[Sequence[Listed] | Part] = deque()
         self._closed = False
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
@@ -52,7 +61,7 @@ class Feed:
     def put_span(self, index: Index, span: Span) -> None:
         """Queue one batch of an index."""
         with self._lock:
-            self._batches.append((index, span))
+            self._batches.append(Part(index, span))
         self._wake()
 
     def close(self) -> None:
@@ -72,7 +81,7 @@ class Feed:
                 closed = self._closed
                 event.clear()
             if batch is not None:
-                return [*_found_in(*batch)] if isinstance(batch, tuple) else [_found(item) for item in batch]
+                return [*_found_in(batch)] if isinstance(batch, Part) else [_found(item) for item in batch]
             if closed:
                 return None
             await event.wait()
@@ -93,6 +102,7 @@ def _found(item: Listed) -> Found:
     return Found(item.key, item.nbytes, owned=True, chunk=chunk)
 
 
-def _found_in(index: Index, span: Span) -> Iterator[Found]:
+def _found_in(part: Part) -> Iterator[Found]:
+    index, span = part.index, part.span
     for place, (key, pages) in enumerate(zip(span.keys, span.pages, strict=True), span.first):
         yield Found(key, pages * PAGE_NBYTES, owned=True, chunk=index.chunk(place, key))

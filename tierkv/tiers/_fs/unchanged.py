@@ -21,7 +21,7 @@ from tierkv.tiers._fs.listing import leaf_times_ns, listed_in
 from tierkv.tiers._fs.slab import Slab
 from tierkv.types import ChunkKey
 
-Ats = list[int | None]
+Ats = Sequence[int | None]
 
 
 def is_unchanged(indexes: Sequence[Index], owners: Sequence[str], root_fd: int, digest: bytes) -> bool:
