@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="the example is a server in torch")
 
 from tests.patience import PATIENCE_S  # noqa: E402
 from tierkv.device.tier import DeviceTier  # noqa: E402 - it needs torch
+from tierkv.tiers._fs.catalogue import parse_slab_name, rows_of  # noqa: E402 - as above
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "torch_server.py"
@@ -48,7 +49,14 @@ def test_the_server_gives_the_same_tokens_and_saves_prefill(tmp_path: Path) -> N
     assert n_cold < n_plain, "the system prompt is loaded by those that come later"
     assert n_full == n_restarted < n_plain // 5
     assert n_loaded == n_reloaded == n_tokens - n_full
-    assert sum(path.is_file() for path in tmp_path.rglob("*")) > 8
+    (slab,) = tmp_path.rglob("*.slab")
+    name, digest = parse_slab_name(slab.name), bytes.fromhex(slab.parent.name)
+    assert name is not None
+    folder = os.open(slab.parent, os.O_RDONLY)
+    try:
+        assert sum(1 for _ in rows_of(name, folder, digest)) > 8, "they lie on the disk"
+    finally:
+        os.close(folder)
 
 
 async def test_the_server_reads_from_disk_after_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,7 @@ from tierkv.tiers._fs.catalogue import (
     Catalogue,
     catalogue_nbytes,
     head_of,
+    n_buckets_for,
     parse_slab_name,
     slab_name,
 )
@@ -777,3 +778,22 @@ def flip(path: SlotPath, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10
     path.write_bytes(bytes(data))
+
+
+def test_a_new_catalogue_is_not_written_page_by_page(tmp_path: Path) -> None:
+    """One for 10 TB of small chunks is gigabytes: it is given blocks, and what has no row is not written."""
+    n_slots = 1_000_000
+    with (tmp_path / "slots").open("wb+", buffering=0) as file:
+        file.write(head_of(CHARGE, n_buckets_for(n_slots), bytes(16)))
+        file.truncate(catalogue_nbytes(n_slots))
+        catalogue = Catalogue(file.fileno(), CHARGE, bytes(16))
+        before = os.fstat(file.fileno()).st_blocks
+        catalogue.put_all(())
+        assert os.fstat(file.fileno()).st_blocks == before
+        keys = [key_of(i) for i in range(3)]
+        catalogue.put_all((key, slot, 1.7e9) for slot, key in enumerate(keys))
+        assert (os.fstat(file.fileno()).st_blocks - before) * 512 <= 3 * (1 << 20) + (1 << 16)
+        again = Catalogue(file.fileno(), CHARGE, bytes(16))
+        assert sorted((row.key, row.slot) for piece in again.rows() for row in piece) == [
+            (key, slot) for slot, key in sorted(enumerate(keys), key=lambda pair: pair[1])
+        ]

@@ -25,6 +25,7 @@ import re
 import struct
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
@@ -58,9 +59,8 @@ _MAGIC: Final = b"tierkv-slots\r\n\0\0"
 _HEAD = struct.Struct("<16sH6xQQQ16s")
 _EARLIER_S: Final = 100_000_000
 """The base lies three years before the catalogue was made: what it takes over may be older than itself."""
-_STEP_NBYTES: Final = 64 << 20
 _PIECE: Final = 256
-"""Buckets that are read at once."""
+"""Buckets that are read, or written anew, at once."""
 
 
 class BadCatalogueError(Exception):
@@ -201,15 +201,19 @@ class Catalogue:
         return place
 
     def put_all(self, rows: Iterable[tuple[ChunkKey, int, float]]) -> None:
-        """Write all rows (key, slot, Unix seconds) of a catalogue that has none yet, at once. Raises OSError."""
-        image = bytearray(self.nbytes - PAGE_NBYTES)
+        """Write all rows (key, slot, Unix seconds) of a catalogue that has none yet. Raises OSError.
+
+        Whole pieces at once, and only those with a row: a catalogue is as large as its slab may become.
+        """
+        pieces: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(_PIECE * PAGE_NBYTES))
         for key, slot, used_s in rows:
             place = self._place_for(key)
-            image[place * ROW_NBYTES : (place + 1) * ROW_NBYTES] = self._row(key, slot, used_s)
+            at, within = divmod(place, _PIECE * ROWS_A_BUCKET)
+            pieces[at][within * ROW_NBYTES : (within + 1) * ROW_NBYTES] = self._row(key, slot, used_s)
             self._taken[place] = 1
-        for at in range(0, len(image), _STEP_NBYTES):
-            piece = image[at : at + _STEP_NBYTES]
-            if os.pwrite(self._fd, piece, PAGE_NBYTES + at) != len(piece):
+        for at, piece in sorted(pieces.items()):
+            data = piece[: min(len(piece), self.nbytes - PAGE_NBYTES - at * len(piece))]
+            if os.pwrite(self._fd, data, PAGE_NBYTES + at * len(piece)) != len(data):
                 raise OSError(errno.ENOSPC, "the write ended short")
 
     def put_at(self, place: int, key: ChunkKey, slot: int, used_s: float | None = None) -> None:
