@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -58,6 +59,14 @@ async def left(root: Path, **settings: Any) -> None:
         await tier.save_order(CHUNKS)
 
 
+@contextlib.contextmanager
+def catalogue_of(root: Path) -> Iterator[Catalogue]:
+    """The only one's rows, as another process sees them."""
+    (path,) = root.rglob("*.slots")
+    with path.open("rb+") as file:
+        yield Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+
+
 def before_they_enter(monkeypatch: pytest.MonkeyPatch, do: Callable[[FSTier], object]) -> Future[FSTier]:
     """On the scan's thread, when the index has been weighed and nothing of it is counted. Takes the tier later."""
     enter, tier = unchanged.enter, Future[FSTier]()
@@ -97,9 +106,7 @@ async def test_what_was_found_or_removed_meanwhile_is_not_announced(
 async def test_rows_and_index_that_differ_are_taken_by_the_rows(root: Path) -> None:
     """A row that somebody removed since, and one that somebody made: the catalogue is right."""
     await left(root)
-    (path,) = root.rglob("*.slots")
-    with path.open("rb+") as file:
-        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+    with catalogue_of(root) as catalogue:
         rows = {row.key: row for piece in catalogue.rows() for row in piece}
         catalogue.clear(rows[key_of(2)].place)
         catalogue.put(key_of(8), rows[key_of(2)].slot)
@@ -113,9 +120,7 @@ async def test_rows_and_index_that_differ_are_taken_by_the_rows(root: Path) -> N
 async def test_a_row_besides_is_seen(root: Path) -> None:
     """All that the index lists is there, and one chunk more."""
     await left(root)
-    (path,) = root.rglob("*.slots")
-    with path.open("rb+") as file:
-        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+    with catalogue_of(root) as catalogue:
         taken = {row.slot for piece in catalogue.rows() for row in piece}
         catalogue.put(key_of(8), max(taken) + 1)
     async with opened(root) as tier:
@@ -137,9 +142,7 @@ async def test_a_catalogue_that_nobody_changed_is_not_read(root: Path, monkeypat
         await tier.delete([CHUNKS[1].key])
         _mount(tier).books.check()
     monkeypatch.undo()
-    (path,) = root.rglob("*.slots")
-    with path.open("rb") as file:
-        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+    with catalogue_of(root) as catalogue:
         rows = [row for piece in catalogue.rows(tidy=False) for row in piece]
     assert sorted(row.key for row in rows) == sorted(key_of(i) for i in (*ORDER, 6, 7) if i != ORDER[1])
     assert len({row.slot for row in rows}) == len(rows), "no slot was given out twice"
@@ -180,15 +183,27 @@ async def test_a_change_at_rest_is_seen(root: Path, monkeypatch: pytest.MonkeyPa
     """A row that somebody cleared since the index was written, whose catalogue was at rest then."""
     monkeypatch.setattr(catalogues, "_TICK_S", -1.0)
     await left(root)
-    (path,) = root.rglob("*.slots")
-    with path.open("rb+") as file:
-        catalogue = Catalogue(file.fileno(), CHARGE, namespace_digest(NAMESPACE))
+    with catalogue_of(root) as catalogue:
         (place,) = [row.place for piece in catalogue.rows() for row in piece if row.key == key_of(4)]
         catalogue.clear(place)
+    (path,) = root.rglob("*.slots")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 1))  # a file system's time may go by in steps
     async with opened(root) as tier:
         assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in ORDER if i != 4]
         assert await fetch(tier, chunk_of(4)) == [Status.MISSING]
+
+
+@only_slab
+async def test_a_slab_without_a_stamp_that_is_gone_is_not_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index lists its chunks, but somebody took the slab away, and there is nothing to compare."""
+    monkeypatch.setattr(catalogues, "_TICK_S", 1e9)
+    await left(root)
+    for path in (*root.rglob("*.slots"), *root.rglob("*.slab")):
+        path.unlink()
+    async with opened(root) as tier:
+        assert tier.usage()["chunks_nbytes"] == 0
+        assert await fetch(tier, *CHUNKS) == [Status.MISSING] * 6
+        _mount(tier).books.check()
 
 
 async def test_both_layouts_on_a_root_come_in_one_order(root: Path) -> None:

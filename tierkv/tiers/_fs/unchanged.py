@@ -100,17 +100,18 @@ def _trusted(
 
     None: the rows are to be read. A slab that was loaded stays so.
     """
-    if slabs.keys() != index.stamps.keys():
+    if {which: slab.catalogue.stamp() for which, slab in slabs.items()} != index.stamps:
         return None
     spans: list[tuple[Span, Ats]] = []
     places: dict[tuple[str, int], tuple[list[int], list[int]]] = {slab: ([], []) for slab in slabs}
     for span in index.spans(BATCH):
         columns = list(zip(span.ids, span.pages, span.in_slab, strict=True))
         kinds = set(columns)
-        for kind in kinds:
-            slots, rows = places.get((index.covers[kind[0]], kind[1] * PAGE_NBYTES), ([], []))
-            if not kind[2]:
-                continue
+        for kind in (kind for kind in kinds if kind[2]):
+            which = index.covers[kind[0]], kind[1] * PAGE_NBYTES
+            if which not in places:
+                return None  # the slab is gone, and had no stamp
+            slots, rows = places[which]
             mine = [True] * len(span.keys) if len(kinds) == 1 else [each == kind for each in columns]
             slots += compress(span.slots, mine)
             rows += compress(span.rows, mine)
