@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.harness import litter
+from tests.crash.watch import Watch, watched
 from tests.fs_kit import capacity_for, chunk_of, fetch, is_slab, layout, opened, recount  # noqa: F401
 from tests.patience import PATIENCE_S
 from tierkv.types import Status
@@ -24,11 +25,11 @@ REPOSITORY = Path(__file__).parents[2]
 class Writer:
     """The child, and what it said."""
 
-    def __init__(self, root: Path, n_chunks: int, first: int = 0, step: int = 1) -> None:
-        self.process = subprocess.Popen(
+    def __init__(self, watch: Watch, root: Path, n_chunks: int, first: int = 0, step: int = 1) -> None:
+        self.process = watch.start(
             [sys.executable, "-m", "tests.crash.fs_writer", str(root), str(n_chunks), str(first), str(step),
              "slab" if is_slab() else "files"],
-            cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+            cwd=REPOSITORY, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.ready = threading.Event()
         self.acknowledged: dict[int, bool] = {}
@@ -71,38 +72,25 @@ def writers() -> Iterator[list[Writer]]:
 
 
 async def test_two_live_processes_keep_the_capacity_together(tmp_path: Path, writers: list[Writer]) -> None:
-    """Both write as fast as they can, one is killed and replaced: sampled by a third, the sum never exceeds.
+    """Both write as fast as they can, one is killed and replaced: the sum exceeds at no instant that a third one sees.
 
     Each reads chunks of the other's. https://github.com/vllm-project/vllm/issues/54779
     """
     root, n_chunks = tmp_path / "root", 40
-    writers += [Writer(root, n_chunks, first=0, step=2), Writer(root, n_chunks, first=1, step=2)]
-    samples: list[int] = []
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.is_set():
-            samples.append(recount(root))
-            time.sleep(0.002)
-
-    watcher = threading.Thread(target=sample)
-    watcher.start()
-    try:
+    with watched(root) as watch:
+        writers += [Writer(watch, root, n_chunks, first=i, step=2) for i in range(2)]
         assert all(writer.ready.wait(PATIENCE_S) for writer in writers)
         _until(lambda: all(writer.probes.count("OK") >= 3 and writer.n_stored > 50 for writer in writers))
         writers[1].kill()
         before = writers[0].n_stored
-        writers.append(Writer(root, n_chunks, first=1, step=2))
+        writers.append(Writer(watch, root, n_chunks, first=1, step=2))
         assert writers[2].ready.wait(PATIENCE_S)
         _until(lambda: writers[2].n_stored > 50 and writers[0].n_stored > before + 50)
-        _until(lambda: len(samples) > 100 and max(samples) > capacity_for(n_chunks) // 2)
-    finally:
-        stop.set()
-        watcher.join(PATIENCE_S)
+        _until(lambda: len(watch.samples) > 100 and max(watch.samples) > capacity_for(n_chunks) // 2)
     for writer in writers:
         if writer.process.poll() is None:
             writer.kill()
-    assert max(samples) <= capacity_for(n_chunks)
+    assert max(watch.samples) <= capacity_for(n_chunks)
     assert not any("WRONG" in writer.probes or "CORRUPT" in writer.probes for writer in writers)
     async with opened(root, n_chunks=n_chunks) as tier:
         assert recount(root) <= capacity_for(n_chunks)
