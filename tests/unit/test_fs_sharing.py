@@ -332,9 +332,7 @@ async def test_a_process_that_is_half_dead_is_alive(root: Path, first_to_go: str
         beat(one, three, one, three)
         seat = _of(one)._seat
         owner = next(o for o in seat.held_ids() if (o == seat.id) == (first_to_go == "own"))
-        seat._has_page.discard(owner)
-        del seat._slots[owner]
-        os.close(seat._fds.pop(owner))
+        seat._let_go(owner)
         beat(three)
         assert three.counters()["adopted_owners"] == 0
         kill(one)

@@ -48,7 +48,7 @@ from tierkv.tiers._fs.format import (
     parse_file_name,
     parse_owner_file,
 )
-from tierkv.tiers._fs.page import FRESH_S, OwnerPage
+from tierkv.tiers._fs.page import FRESH_S, OwnerPage, processes
 from tierkv.types import ChunkKey
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -105,6 +105,11 @@ class Owner:
     page: OwnerPage | None
     """What it says; None if that is empty or torn."""
     index_nbytes: int
+
+    @property
+    def holder(self) -> str:
+        """Id of the process that holds it, or held it last."""
+        return self.id if self.page is None else self.page.holder
 
     @property
     def charge_nbytes(self) -> int:
@@ -169,7 +174,9 @@ class Root:
             owners = [owner for owner in map(self._owner, ids) if owner is not None]
             alive = {owner.id for owner in owners if owner.alive}
             # The ids of one dying process end together: the kernel drops its locks one after another.
-            yield [replace(o, alive=o.alive or (o.page is not None and o.page.holder in alive)) for o in owners]
+            together = processes({owner.id: owner.holder for owner in owners})
+            alive = {owner for ids in together if not alive.isdisjoint(ids) for owner in ids}
+            yield [replace(owner, alive=owner.id in alive) for owner in owners]
 
     def _owner(self, owner: str) -> Owner | None:
         fd = self._open_regular(f"owner-{owner}.lock", self._fd)

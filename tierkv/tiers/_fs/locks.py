@@ -9,15 +9,15 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tierkv.errors import TierError
 from tierkv.tiers._fs.dirs import names_in, unlink_quietly
 from tierkv.tiers._fs.format import PAGE_NBYTES, ROOT_LOCK, parse_owner_file
-from tierkv.tiers._fs.page import OwnerPage
+from tierkv.tiers._fs.page import OwnerPage, processes
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,12 @@ class Other:
     @property
     def reserved_nbytes(self) -> int:
         return 0 if self.page is None else self.page.reserved_nbytes
+
+
+def by_process(others: Iterable[Other]) -> list[list[Other]]:
+    """As :func:`processes`."""
+    by_owner = {other.owner: other for other in others}
+    return [[by_owner[owner] for owner in ids] for ids in processes({o.owner: o.holder for o in by_owner.values()})]
 
 
 class LockFiles:
@@ -82,8 +88,8 @@ class LockFiles:
     def others(self, ours: Container[str]) -> list[Other]:
         """Every lock file but ours, those of the dead locked; the caller closes their descriptors.
 
-        The ids of one dying process change hands together, or not yet: what it had reserved stands in one page, and
-        the kernel drops its locks one after another.
+        The ids of one dying process are all dead, or none is yet: what it had reserved stands in one page, and the
+        kernel drops its locks one after another.
         """
         found: list[Other] = []
         try:
@@ -97,14 +103,15 @@ class LockFiles:
                 if other.fd is not None:
                     os.close(other.fd)
             raise
-        alive = {other.holder for other in found if other.fd is None}
         result = []
-        for other in found:
-            if other.fd is not None and other.holder in alive:
-                os.close(other.fd)
-                result.append(Other(other.owner, other.page, None))
-            else:
-                result.append(other)
+        for process in by_process(found):
+            is_alive = any(other.fd is None for other in process)
+            for other in process:
+                if is_alive and other.fd is not None:
+                    os.close(other.fd)
+                    result.append(replace(other, fd=None))
+                else:
+                    result.append(other)
         return result
 
     def make(self, owner: str) -> int:

@@ -216,8 +216,8 @@ class Mount:
                 entries.append(IndexEntry(ids[held.slot], held.nbytes, chunk, held.at, row))
         stamps = {which: at for which, slab in slabs.items() if (at := slab.catalogue.stamp_at_rest()) is not None}
         data = pack_index(covers, leaf_times_ns(self._namespace_fd), stamps, entries, self._digest)
-        spare = max(0, books.limit_nbytes - books.used_nbytes)
-        if padded_nbytes(len(data)) > self._index_room_nbytes + spare:
+        more_nbytes = padded_nbytes(len(data)) - self._index_room_nbytes
+        if not self._seat.has_page or (more_nbytes > 0 and not books.start_write(more_nbytes)):
             _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))
             return None
         return data

@@ -25,10 +25,9 @@ from typing import Final
 from tierkv.errors import TierError
 from tierkv.protocols import Clock
 from tierkv.tiers._fs.books import MAX_IDS, Books
-from tierkv.tiers._fs.file_io import NO_SPACE
-from tierkv.tiers._fs.format import PAGE_NBYTES
-from tierkv.tiers._fs.locks import LockFiles, Other
-from tierkv.tiers._fs.page import FRESH_S, OwnerPage
+from tierkv.tiers._fs.locks import LockFiles, Other, by_process
+from tierkv.tiers._fs.own_pages import OwnPages
+from tierkv.tiers._fs.page import FRESH_S
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ class Seat:
     def __init__(
         self, name: str, root_fd: int, *, namespace: str, books: Books, spare_nbytes: Callable[[], int], clock: Clock
     ) -> None:
-        self.id = ""
-        """The id that new files carry."""
         self.ids: list[str] = []
         self.foreign_ids: tuple[str, ...] = ()
         """Ids that are not ours: their files may be read."""
@@ -68,22 +65,23 @@ class Seat:
         self._spare_nbytes = spare_nbytes
         self._clock = clock
         self._locks = LockFiles(name, root_fd)
-        self._boot = _boot_id()
-        self._wish_nbytes = 0
+        self._pages = OwnPages(books, namespace)
         self._others_reserved_nbytes = 0
         self._living_reserved_nbytes = 0
         self._others_capacity_nbytes: int | None = None
-        self._fds: dict[str, int] = {}
         self._slots: dict[str, int] = {}
-        self._namespace_of: dict[str, str] = {}
-        self._has_page: set[str] = set()
         self._trust: dict[str, Other] = {}
         self._dead_since: dict[str, float] = {}
 
     @property
+    def id(self) -> str:
+        """The id that new files carry."""
+        return self._pages.id
+
+    @property
     def wish_nbytes(self) -> int:
         """What we want the root's capacity to be."""
-        return self._wish_nbytes
+        return self._pages.wish_nbytes
 
     @property
     def exclusive(self) -> bool:
@@ -94,6 +92,11 @@ class Seat:
     def own_ids(self) -> tuple[str | None, ...]:
         """The id that new files carry, and the one that they will."""
         return (self.id, self._next_id)
+
+    @property
+    def has_page(self) -> bool:
+        """Whether others can see that we hold anything: until then we may hold nothing."""
+        return self._pages.speaker is not None
 
     def slot_of(self, owner: str) -> int | None:
         """Small number of an id that this process holds."""
@@ -126,14 +129,14 @@ class Seat:
             others = self._locks.others(ours=())
             try:
                 self._refuse_company(others)
-                self._wish_nbytes = decide_capacity(sum(o.page.used_nbytes for o in others if o.page is not None))
+                self._pages.wish_nbytes = decide_capacity(sum(o.page.used_nbytes for o in others if o.page is not None))
                 dead = sorted((o for o in others if o.fd is not None), key=self._likeness)
                 read_by_others = _namespaces_read_by(others)
                 mine = [o for o in dead if self._may_take(o, read_by_others)]
                 if mine:
                     # One of our namespace, and its files, if there is one: so restarts do not add lock files.
                     self._take(mine[0])
-                    self.id = mine[0].owner
+                    self._pages.id = mine[0].owner
                 else:
                     self._make_up_an_id()
                 self._trust = {o.owner: o for o in dead if o.owner != self.id}
@@ -151,11 +154,14 @@ class Seat:
                 and trimmed.
         """
         with self._locks.root_locked():
-            for owner, other in list(self._trust.items()):
+            # One page may speak for several ids: it is lowered when theirs speak for themselves.
+            for owner, other in sorted(
+                self._trust.items(), key=lambda item: nbytes_of.get(item[0], 0) < item[1].reserved_nbytes
+            ):
                 assert other.fd is not None
                 nbytes = nbytes_of.get(owner, 0)
                 if nbytes:
-                    page = other.page or self._page(owner)
+                    page = other.page or self._pages.page(owner)
                     page = replace(page, holder=owner, reserved_nbytes=nbytes, used_nbytes=nbytes)
                     os.pwrite(other.fd, page.pack(), 0)
                 else:
@@ -178,12 +184,11 @@ class Seat:
 
     def _make_lost_locks_anew(self) -> None:
         """Somebody removed lock files of ours: nobody sees that we live any more, nor counts what we hold."""
-        for owner, fd in list(self._fds.items()):
+        for owner, fd in self._pages:
             if self._locks.is_linked(owner, fd):
                 continue
             with contextlib.suppress(FileExistsError):  # another file has its name: whoever put it there knows why
-                self._fds[owner] = self._locks.make(owner)
-                os.close(fd)
+                self._pages.renew(owner, self._locks.make(owner))
                 _log.warning("%s: the lock file of owner %s had been removed and was made anew", self._name, owner)
 
     def go_on_as_adopted(self) -> bool:
@@ -193,7 +198,7 @@ class Seat:
         """
         if self._next_id is None:
             return False
-        self.id, self._next_id = self._next_id, None
+        self._pages.id, self._next_id = self._next_id, None
         return True
 
     def take_orphan(self, owner: str) -> bool:
@@ -207,21 +212,24 @@ class Seat:
             return False
 
     def release(self, owner: str) -> None:
-        """Give up an id that no file carries any more, and its lock file with it."""
+        """Give up an id that no file carries any more, and its lock file with it; not the one that speaks for all."""
         with self._locks.root_locked():
-            self._locks.remove(owner)
-            self._let_go(owner)
+            if owner != self._pages.speaker:
+                self._locks.remove(owner)
+                self._let_go(owner)
 
     def leave(self, keep: Callable[[str], bool]) -> None:
         """Unlock every id; those that ``keep`` refuses lose their lock file. Never raises."""
         try:
-            if not self._fds:
+            if not self._slots:
                 return
             with self._locks.root_locked():
-                for owner in self.held_ids():
-                    if not keep(owner):
-                        self._locks.remove(owner)
-                self._publish(leaving=True)
+                kept = set(filter(keep, self.held_ids()))
+                # Before any page goes: until then the one that stays may say nothing of what we hold.
+                speaker = self._pages.say_last(kept) if kept else self._pages.speaker
+                kept |= {speaker} if kept and speaker is not None else set()
+                for owner in sorted(self._slots.keys() - kept, key=speaker.__eq__):
+                    self._locks.remove(owner)
         except (OSError, TierError) as error:
             _log.warning("%s: leaving the root without a last word to its other owners: %s", self._name, error)
         finally:
@@ -250,39 +258,45 @@ class Seat:
         for page in (o.page for o in others):
             if page is None or abs(time.time() - page.heartbeat_s) > FRESH_S:
                 continue
-            if page.boot != self._boot or (page.pid != os.getpid() and os.path.exists(f"/proc/{page.pid}")):
+            if page.boot != self._pages.boot or (page.pid != os.getpid() and os.path.exists(f"/proc/{page.pid}")):
                 raise TierError(self._name, f"the root is in use by process {page.pid}, and flock does not work on it")
 
     def _make_up_an_id(self) -> None:
         owner = secrets.token_hex(8)
-        self.id = self.new_id = owner
+        self._pages.id = self.new_id = owner
         self._seat_id(owner, self._namespace, self._locks.make(owner))
 
     def _adopt(self, others: Iterable[Other]) -> list[str]:
         """Take ids of owners that have been dead for long, unless somebody alive can read their files and we cannot.
 
-        A process that began with an id of its own making and has written nothing takes one at once, to go on with.
+        All that one process held, or nothing of it: what is left behind would be covered by no page, and be written
+        over the capacity by whoever lives. A process that began with an id of its own making and has written nothing
+        takes one at once, to go on with.
         """
         others = list(others)
         read_by_others = _namespaces_read_by(others)
-        dead = sorted((o for o in others if o.fd is not None), key=self._likeness)
+        dead = by_process(o for o in others if o.fd is not None)
+        dead.sort(key=lambda ids: self._likeness(_speaker_of(ids)))
         now = self._clock()
-        self._dead_since = {o.owner: self._dead_since.get(o.owner, now) for o in dead}
+        self._dead_since = {o.owner: self._dead_since.get(o.owner, now) for ids in dead for o in ids}
         is_fresh = self.id == self.new_id and not len(self._books) and not self._books.is_scanning
         new: list[str] = []
-        for other in dead:
-            mine = other.namespace == self._namespace
-            if not self._may_take(other, read_by_others) or len(self.ids) >= MAX_IDS:
+        for ids in dead:
+            speaker = _speaker_of(ids)
+            mine = speaker.namespace == self._namespace
+            if not self._may_take(speaker, read_by_others) or len(self.ids) + len(ids) > MAX_IDS:
                 continue
-            if now - self._dead_since[other.owner] < ADOPT_AFTER_S and not (is_fresh and mine):
+            died = max(self._dead_since[other.owner] for other in ids)
+            if now - died < ADOPT_AFTER_S and not (is_fresh and mine):
                 continue
             if not new:
                 # Before the id stops being foreign: a lookup in between must not take "unknown" for "absent".
                 self._books.begin_scan()
-            self._take(other)
-            new.append(other.owner)
+            for other in ids:
+                self._take(other)
+                new.append(other.owner)
             if is_fresh and mine:
-                self._next_id, is_fresh = other.owner, False
+                self._next_id, is_fresh = speaker.owner, False
         return new
 
     def _take(self, other: Other) -> None:
@@ -290,24 +304,16 @@ class Seat:
         self._seat_id(other.owner, other.namespace, other.fd)
         self.reserved_of[other.owner] = other.reserved_nbytes
         with self._books.lock:
-            if os.fstat(other.fd).st_size:
-                self._has_page.add(other.owner)
-                self._books.fixed_nbytes += PAGE_NBYTES
             self._books.adopting_nbytes += other.reserved_nbytes
 
     def _seat_id(self, owner: str, namespace: str, fd: int) -> None:
-        self._fds[owner] = fd
-        self._namespace_of[owner] = namespace
+        self._pages.add(owner, namespace, fd)
         self.ids.append(owner)
         self._slots[owner] = len(self.ids) - 1
 
     def _let_go(self, owner: str) -> None:
         del self._slots[owner]
-        os.close(self._fds.pop(owner))
-        if owner in self._has_page:
-            self._has_page.discard(owner)
-            with self._books.lock:
-                self._books.fixed_nbytes -= PAGE_NBYTES
+        self._pages.drop(owner)
 
     def _mark_trust(self) -> None:
         """Let others see that these locks are ours: no living owners of their own, though their bytes count."""
@@ -327,72 +333,29 @@ class Seat:
             (o.page.capacity_nbytes for o in living if o.page is not None and o.holder == o.owner), default=None
         )
 
-    def _publish(self, *, leaving: bool = False) -> None:
-        others, wish = self._others_capacity_nbytes, self._wish_nbytes
-        self._make_pages(wish if others is None else others)
+    def _publish(self) -> None:
+        others, wish = self._others_capacity_nbytes, self.wish_nbytes
+        self._pages.make((wish if others is None else others) - self._others_reserved_nbytes)
         self.capacity_nbytes = wish if others is None else min(wish, others)
         free_nbytes = self.capacity_nbytes - self._others_reserved_nbytes
-        limit = 0 if leaving else max(0, min(self.capacity_nbytes // self.n_owners, free_nbytes))
-        with self._books.lock:
-            # Lowered before it is written and raised after, so what is written there always covers what we hold.
-            self._books.limit_nbytes = min(limit, self._books.limit_nbytes)
-            used = self._books.used_nbytes
-        if self.id not in self._has_page:
-            return
-        for owner in self._has_page:
-            own = owner == self.id
-            page = replace(
-                self._page(owner), reserved_nbytes=max(limit, used) if own else 0, used_nbytes=used if own else 0
-            )
-            os.pwrite(self._fds[owner], page.pack(), 0)
-        with self._books.lock:
-            self._books.limit_nbytes = max(0, min(limit, self._books.counted_nbytes + self._spare_nbytes()))
-
-    def _page(self, owner: str) -> OwnerPage:
-        return OwnerPage(
-            owner=owner,
-            holder=self.id,
-            namespace=self._namespace if owner == self.id else self._namespace_of.get(owner, self._namespace),
-            capacity_nbytes=self._wish_nbytes,
-            reserved_nbytes=0,
-            used_nbytes=0,
-            heartbeat_s=time.time(),
-            pid=os.getpid(),
-            boot=self._boot,
-            host=os.uname().nodename,
-        )
-
-    def _make_pages(self, capacity_nbytes: int) -> None:
-        """Give our lock files their page once the root has room for it; until then they are empty and cost nothing."""
-        room = capacity_nbytes - self._others_reserved_nbytes
-        for owner in self.held_ids():
-            if owner in self._has_page or room < PAGE_NBYTES:
-                continue
-            try:
-                os.pwrite(self._fds[owner], self._page(owner).pack(), 0)
-            except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
-                return  # the disk is full: until it is not, this owner holds nothing
-            room -= PAGE_NBYTES
-            self._has_page.add(owner)
+        limit = max(0, min(self.capacity_nbytes // self.n_owners, free_nbytes))
+        # Lowered before it is written and raised after, so what is written there always covers what we hold.
+        self._pages.say(limit)
+        if self.has_page:
             with self._books.lock:
-                self._books.fixed_nbytes += PAGE_NBYTES
+                self._books.limit_nbytes = max(0, min(limit, self._books.counted_nbytes + self._spare_nbytes()))
 
     def _close_untaken(self, others: Iterable[Other]) -> None:
-        kept = {*self._fds.values(), *(o.fd for o in self._trust.values())}
+        kept = {*(fd for _, fd in self._pages), *(o.fd for o in self._trust.values())}
         for other in others:
             if other.fd is not None and other.fd not in kept:
                 os.close(other.fd)
 
 
+def _speaker_of(ids: Iterable[Other]) -> Other:
+    """Of those that one process held, the one whose page speaks for all of them."""
+    return max(ids, key=lambda other: (other.reserved_nbytes, other.owner == other.holder, other.owner))
+
+
 def _namespaces_read_by(others: Iterable[Other]) -> set[str]:
     return {other.namespace for other in others if other.fd is None}
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

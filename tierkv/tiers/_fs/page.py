@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -59,3 +60,35 @@ class OwnerPage:
             and type(self.pid) is int
             and isinstance(self.heartbeat_s, (int, float))
         )
+
+
+def processes(holder_of: Mapping[str, str]) -> list[list[str]]:
+    """Put together the ids that one process held, for which one page speaks: whoever takes that takes them all.
+
+    Holders are followed from page to page: a process that has changed its id may be killed before all pages say so.
+
+    Args:
+        holder_of: id of the process that holds each lock, as the page says.
+    """
+    up = {owner: owner for owner in holder_of}
+
+    def last(owner: str) -> str:
+        while (holder := up.setdefault(owner, owner)) != owner:
+            owner = holder
+        return owner
+
+    for owner, holder in holder_of.items():
+        up[last(owner)] = last(holder)
+    together: dict[str, list[str]] = {}
+    for owner in holder_of:
+        together.setdefault(last(owner), []).append(owner)
+    return list(together.values())
+
+
+def boot_id() -> str:
+    """Of this start of the machine; empty if nobody knows."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from tierkv.tiers._fs.dirs import directory, names_in, unlink, unlink_quietly
 from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, ROOT_LOCK, is_namespace_dir, parse_owner_file
 from tierkv.tiers._fs.inspection import Found, Owner, Root, found_at
+from tierkv.tiers._fs.page import processes
 
 SPEAK_S: Final = 2.0
 """Two heartbeats: a living owner whose lock file was removed by hand has made it anew by then."""
@@ -174,23 +175,38 @@ def settle(root: Root, left_nbytes: dict[str, int], before: Sequence[Owner]) -> 
     """
     n_ended = 0
     with root.held(make_lock=True) as owners:
-        for owner in owners:
-            if owner.alive or owner not in before:
-                continue
-            unlink_quietly(f"owner-{owner.id}.index.part", root.fd)
-            if owner.id not in left_nbytes:
-                for kind in ("index", "lock"):
-                    unlink_quietly(f"owner-{owner.id}.{kind}", root.fd)
-                n_ended += 1
-            elif owner.page is not None:
-                nbytes = left_nbytes[owner.id] + owner.charge_nbytes
-                if nbytes < owner.page.reserved_nbytes:
-                    _write_page(root, owner, nbytes)
+        as_counted = {owner.id: owner for owner in owners if not owner.alive and owner in before}
+        for ids in processes({owner.id: owner.holder for owner in owners}):
+            if as_counted.keys() >= set(ids):
+                n_ended += _settle_process(root, [as_counted[owner] for owner in ids], left_nbytes)
         have_lock = {owner.id for owner in owners}
         for parsed in filter(None, map(parse_owner_file, names_in(root.fd))):
             if parsed[0] not in have_lock and parsed[1] != "lock":  # advice for an owner that is no more
                 unlink_quietly(f"owner-{parsed[0]}.{parsed[1]}", root.fd)
     return n_ended
+
+
+def _settle_process(root: Root, owners: Sequence[Owner], left_nbytes: dict[str, int]) -> int:
+    """The owners of one process that is dead, one of whose pages speaks for all. Returns how many ended."""
+    for owner in owners:
+        unlink_quietly(f"owner-{owner.id}.index.part", root.fd)
+    ended = [owner for owner in owners if owner.id not in left_nbytes]
+    words = [
+        (left_nbytes[owner.id] + owner.charge_nbytes - owner.page.reserved_nbytes, owner)
+        for owner in owners
+        if owner.id in left_nbytes and owner.page is not None
+    ]
+    if len(words) + len(ended) < len(owners):
+        return 0  # one has files and no page to say so
+    # What speaks for the others is lowered, or goes, when they speak for themselves.
+    for more_nbytes, owner in sorted(words, key=lambda word: word[0], reverse=True):
+        assert owner.page is not None
+        if more_nbytes < 0 or len(owners) > 1:
+            _write_page(root, owner, owner.page.reserved_nbytes + more_nbytes)
+    for owner in ended:
+        for kind in ("index", "lock"):
+            unlink_quietly(f"owner-{owner.id}.{kind}", root.fd)
+    return len(ended)
 
 
 def _write_page(root: Root, owner: Owner, nbytes: int) -> None:
