@@ -154,7 +154,12 @@ class LevelBooks:
         return entry
 
     def has_below(self, key: ChunkKey) -> bool:
-        return any(each.readable(key) is not None for each in self.lower)
+        """A level below keeps a copy, be it readable now or not: an open breaker closes again."""
+        return any(each.keeps(key) for each in self.lower)
+
+    def keeps(self, key: ChunkKey) -> bool:
+        entry = self.ledger.get(key)
+        return entry is not None and entry.state is READY and not self.ledger.expired(entry)
 
     def low_target(self) -> int:
         """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was.

@@ -259,6 +259,12 @@ MUTANTS = [
         "or self.ledger.expired(entry)",
     ),
     Mutant(
+        "a copy that cannot be read now is none",
+        LEVEL,
+        "any(each.keeps(key) for each in self.lower)",
+        "any(each.readable(key) is not None for each in self.lower)",
+    ),
+    Mutant(
         "an expired chunk answers a hit",
         LEVEL,
         "or not self.reads.lets_through or self.ledger.expired(entry)",

@@ -447,6 +447,40 @@ def test_what_has_just_lost_its_copy_below_stays() -> None:
     assert h.find(b.key) == 1
 
 
+def test_what_has_lost_a_copy_that_could_not_be_read_stays() -> None:
+    """Reads of the last level are stopped, its writes flow: it evicts the tail's copy for the head; the tail stays."""
+    no_reserve = {"high_water": 0.0, "low_water": 0.0}
+    h = over(4, disk(1, **no_reserve), disk(1, writes=Writes.DEMOTE, **no_reserve))
+    head, tail, other = *chain("k", 2, nbytes=SLOT // 2), *chain("o", 1, nbytes=SLOT // 2)
+    for index, chunk in ((1, head), (1, tail), (2, tail), (2, other)):
+        h.absorb(index, [Found(chunk.key, chunk.nbytes, True, chunk)])
+    h.set_traffic(2, reads=Traffic.STOPPED, writes=Traffic.FLOWS)
+    store(h, chain("a", 1))  # takes all of level 1, which the head leaves by a copy and the tail by the one it has
+    assert (keys(h, 1), keys(h, 2)) == ({head.key, tail.key}, {other.key})
+    run(h)
+    assert (keys(h, 1), keys(h, 2)) == ({b"a0"}, {head.key, tail.key})
+    assert not h.levels[1].counts.dropped
+
+
+@pytest.mark.parametrize("reads", [Traffic.STOPPED, Traffic.TRIAL])
+def test_reads_that_are_stopped_keep_nobody_above(reads: Traffic) -> None:
+    """What has a copy on a disk that cannot be read for now leaves as ever, and can be read there again later."""
+    h = over(3, disk(writes=Writes.DEMOTE))
+    request = chain("r", 3)
+    h.absorb(1, [Found(chunk.key, SLOT, True, chunk) for chunk in [*request, *chain("t", 1)]])
+    h.promote(request)
+    run(h)
+    h.promote(request)
+    run(h)
+    h.set_traffic(1, reads=reads, writes=Traffic.FLOWS)
+    h.promote(chain("t", 1))  # the trial, if there is one, lasts
+    assert [len(store(h, chain(name, 1))) for name in "xy"] == [1, 1], "a bad tier is never worse than none"
+    assert not h.levels[0].counts.dropped and not h.levels[0].counts.refused
+    run(h)
+    h.set_traffic(1, reads=Traffic.FLOWS, writes=Traffic.FLOWS)
+    assert [h.find(chunk.key) for chunk in request] == [1, 1, 1]
+
+
 def test_a_level_waits_for_the_one_below_it() -> None:
     """A full middle level takes a write as soon as its own demotion has made room."""
     h = over(4, disk(1, high_water=0.0, low_water=0.0), disk(writes=Writes.DEMOTE))
@@ -736,6 +770,23 @@ def test_a_reset_with_copies_under_way() -> None:
     assert keys(h) == keys(h, 1) == names(storing)
     assert (h.primary.free_nbytes, h.primary.quarantined_nbytes) == (2 * SLOT, 0)
     assert told(h, 0) == names(storing)
+
+
+def test_a_level_that_was_reset_takes_what_is_demoted_at_once() -> None:
+    """A reset of the disk alone forgets what it held; the primary kept its own, and room is made there as ever."""
+    h = over(2, disk(writes=Writes.DEMOTE))
+    old, kept, filling = chain("old", 1), chain("kept", 1), chain("new", 1)
+    h.absorb(1, [Found(chunk.key, SLOT, True, chunk) for chunk in old])
+    store(h, kept)
+    entry = h.primary.get(kept[0].key)
+    assert entry is not None
+    h.hold(entry)
+    h.offer(filling)
+    h.release(entry)  # from now on it may be copied down, which the next call begins
+    h.reset([1])
+    assert (keys(h, 1), keys(h, 1, PENDING), keys(h, 0)) == (set(), names(kept), names(kept))
+    run(h)
+    assert keys(h, 1) == names(kept) and h.find(old[0].key) == ABSENT
 
 
 def test_a_leased_slot_outlives_a_delete() -> None:
