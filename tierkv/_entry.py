@@ -6,15 +6,21 @@ States of an entry::
     reserve -> PENDING -----remove (abort, reset)--> GONE --free--> (forgotten)
 
 PENDING and READY entries are in the index. GONE ones are not, but their space stays charged ("quarantined") until
-whatever still touches it has ended: a copy into it (``writing``), a copy out of it or a lease (``holds``), a deletion.
+whatever still touches it has ended: a copy into it, a copy out of it, a lease (all three in ``holds``), a deletion.
+
+There are as many entries as chunks, and the collector of garbage looks through all of them: what a chunk says is kept
+in the entry's own fields, and the chunk is made again for whoever asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import chain, islice
+from typing import Final, NamedTuple
 
 from tierkv.protocols import Seat
-from tierkv.types import Chunk
+from tierkv.types import Chunk, ChunkKey
 
 
 class State(Enum):
@@ -24,49 +30,148 @@ class State(Enum):
 
 
 PENDING, READY, GONE = State.PENDING, State.READY, State.GONE
+OWNED: Final = 1
+STORED: Final = 2
+WRITING: Final = 4
+PROMOTED: Final = 8
+DEMOTE_REFUSED: Final = 16
+_make = tuple.__new__  # half the cost of Chunk(...)
+
+
+class Kind(NamedTuple):
+    """What the chunks of a request have in common: one object for all of them."""
+
+    group: int
+    nbytes: int
+    tenant: str
+    partial: bool
+
+
+class Kinds:
+    """Kinds that were met, so that equal ones are the same object. Forgets them all where they become many."""
+
+    _MOST = 1024
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, str, bool], Kind] = {}
+
+    def of(self, what: tuple[int, int, str, bool]) -> Kind:
+        kind = self._known.get(what)
+        if kind is None:
+            if len(self._known) >= self._MOST:
+                self._known.clear()
+            kind = self._known[what] = Kind(*what)
+        return kind
+
+    def of_chunk(self, chunk: Chunk) -> Kind:
+        _, _, group, _, nbytes, tenant, partial = chunk
+        return self.of((group, nbytes, tenant, partial))
+
+
+class Run(NamedTuple):
+    """Chunks of one group and kind, by column: what a request offers at once, which need not be chunks for that."""
+
+    keys: Sequence[ChunkKey]
+    end_tokens: Sequence[int]
+    """Rising."""
+    parent: ChunkKey | None
+    """Of the first."""
+    chained: bool
+    """Each other's parent is the one before it. False: no chunk has a parent."""
+    kind: Kind
+
+    def parents(self) -> Iterator[ChunkKey | None]:
+        return chain((self.parent,), self.keys if self.chained else [None] * len(self.keys))
+
+    def chunks(self) -> list[Chunk]:
+        group, nbytes, tenant, partial = self.kind
+        columns = zip(self.keys, self.parents(), self.end_tokens, strict=False)
+        return [_make(Chunk, (key, parent, group, end, nbytes, tenant, partial)) for key, parent, end in columns]
+
+    def first(self, n_chunks: int) -> Run:
+        return self._replace(keys=self.keys[:n_chunks], end_tokens=list(islice(self.end_tokens, n_chunks)))
+
+
+class _Flag:
+    """One bit of :attr:`Entry.flags`, for those who ask seldom."""
+
+    __slots__ = ("_bit",)
+
+    def __init__(self, bit: int) -> None:
+        self._bit = bit
+
+    def __get__(self, entry: Entry, _: type[Entry]) -> bool:
+        return entry.flags & self._bit != 0
+
+    def __set__(self, entry: Entry, value: bool) -> None:
+        entry.flags = entry.flags | self._bit if value else entry.flags & ~self._bit
 
 
 class Entry(Seat):
     """One chunk at one level. A handle: it outlives the key's stay in the index, so late completions stay harmless.
 
     Where the level's policy can rank entries, it keeps what it knows in the fields of :class:`~tierkv.protocols.Seat`.
+    ``holds`` counts leases, copies out of it, and the copy into it: while positive it is no victim, and its space is
+    not reused.
     """
 
-    __slots__ = (
-        "charge_nbytes", "chunk", "demote_refused", "generation", "holds", "owned", "promoted", "slot", "state",
-        "stored", "writing",
-    )  # fmt: skip
+    __slots__ = ("charge_nbytes", "end_token", "flags", "generation", "kind", "slot", "state")
 
-    def __init__(self, chunk: Chunk, charge_nbytes: int, state: State, *, owned: bool = True) -> None:
-        super().__init__(chunk.key)
-        self.chunk = chunk
+    owned = _Flag(OWNED)
+    writing = _Flag(WRITING)
+    """A copy into it has not ended; it is one of ``holds``."""
+    stored = _Flag(STORED)
+    """The medium holds it: leaving takes a deletion where the level is not the primary."""
+    promoted = _Flag(PROMOTED)
+    """It came up from a lower level rather than from the device."""
+    demote_refused = _Flag(DEMOTE_REFUSED)
+    """The level below would not take it: its eviction is a removal."""
+
+    def __init__(self, chunk: Chunk, kind: Kind, charge_nbytes: int, state: State, *, owned: bool = True) -> None:
+        super().__init__(chunk.key, chunk.parent)
+        self.end_token = chunk.end_token
+        self.kind = kind
         self.charge_nbytes = charge_nbytes
         self.state = state
-        self.owned = owned
-        self.held = state is PENDING
+        self.flags = (OWNED if owned else 0) | (WRITING if state is PENDING else STORED)
+        self.holds = int(state is PENDING)
         self.slot: int = -1
         self.generation: int = 0
-        self.holds: int = 0
-        """Leases and copies out of it: while positive it is no victim and its space is not reused."""
-        self.writing: bool = state is PENDING
-        """A copy into it has not ended."""
-        self.stored: bool = state is READY
-        """The medium holds it: leaving takes a deletion where the level is not the primary."""
-        self.promoted: bool = False
-        """It came up from a lower level rather than from the device."""
-        self.demote_refused: bool = False
-        """The level below would not take it: its eviction is a removal."""
+
+    @property
+    def chunk(self) -> Chunk:
+        """What it is an entry of; a new object each time."""
+        group, nbytes, tenant, partial = self.kind
+        return _make(Chunk, (self.key, self.parent, group, self.end_token, nbytes, tenant, partial))
+
+    @property
+    def group(self) -> int:
+        return self.kind[0]
+
+    @property
+    def nbytes(self) -> int:
+        """True length of the payload."""
+        return self.kind[1]
+
+    @property
+    def n_pins(self) -> int:
+        """Leases and copies out of it."""
+        return self.holds - self.writing
 
     @property
     def settled(self) -> bool:
         """Nothing touches its space any more."""
-        return not self.writing and not self.holds
+        return not self.holds
+
+    def learn(self, chunk: Chunk, kind: Kind) -> None:
+        """Somebody knows more of its chunk than whoever found it did."""
+        self.parent, self.end_token, self.kind = chunk.parent, chunk.end_token, kind
 
     def __repr__(self) -> str:
         flags = f"{' writing' if self.writing else ''}{'' if self.owned else ' foreign'}"
-        return f"<Entry {self.chunk.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
+        return f"<Entry {self.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
 
 
-def of_its_tenant(chunk: Chunk, stored: Chunk) -> Chunk:
+def of_its_tenant(chunk: Chunk, tenant: str) -> Chunk:
     """A chunk as somebody asks for it, but of the tenant that stored it, where that is known."""
-    return chunk._replace(tenant=stored.tenant) if stored.tenant and stored.tenant != chunk.tenant else chunk
+    return chunk._replace(tenant=tenant) if tenant and tenant != chunk.tenant else chunk

@@ -24,10 +24,10 @@ _make = tuple.__new__  # half the cost of a named tuple's own way: every chunk w
 class Flow:
     """State and mechanics shared by all verbs of :class:`~tierkv._hierarchy.Hierarchy`."""
 
-    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False) -> None:
+    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False, recycles: bool = False) -> None:
         assert plans, "there is a primary"
         assert plans[0].n_slots is not None, "the primary has slots"
-        self.levels = [LevelBooks(i, plan) for i, plan in enumerate(plans)]
+        self.levels = [LevelBooks(i, plan, recycles=recycles) for i, plan in enumerate(plans)]
         self.primary = self.levels[0].ledger
         for level in self.levels:
             level.lower = self.levels[level.index + 1 :]
@@ -50,8 +50,8 @@ class Flow:
         if entry.state is PENDING and outcome.ok:
             self.primary.commit((entry,))
             below.counts.read += 1
-            below.counts.read_nbytes += entry.chunk.nbytes
-            self._emit(top, EventKind.STORED, entry.chunk)
+            below.counts.read_nbytes += entry.nbytes
+            self._emit(top, EventKind.STORED, entry)
         else:
             if entry.state is not GONE:
                 self._leave(top, entry, reason_of(outcome))
@@ -67,13 +67,13 @@ class Flow:
         assert entry is not None
         if outcome.ok:
             entry.stored = True
-            self._unstick(level, entry.chunk.key)
+            self._unstick(level, entry.key)
         if entry.state is PENDING and outcome.ok:
             level.ledger.commit((entry,))
             level.counts.stored += 1
             level.counts.written += 1
-            level.counts.written_nbytes += entry.chunk.nbytes
-            self._emit(level, EventKind.STORED, entry.chunk)
+            level.counts.written_nbytes += entry.nbytes
+            self._emit(level, EventKind.STORED, entry)
         else:
             if entry.state is not GONE:
                 self._leave(level, entry, reason_of(outcome))
@@ -97,7 +97,7 @@ class Flow:
         if flight.demote:
             above.demoting_nbytes -= source.charge_nbytes
             self._flights[flight.transfer.id] = flight._replace(demote=False)
-            if source.state is READY and source.holds == 1 and source.chunk.key not in self.guarded:
+            if source.state is READY and source.holds == 1 and source.key not in self.guarded:
                 self._leave(above, source, Reason.DEADLINE)
 
     def _finish_delete(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
@@ -110,7 +110,7 @@ class Flow:
             self._retry_stuck(level)
         else:
             # Still on the medium, so its bytes stay charged; the key may be written again (the copy is replaced).
-            key = entry.chunk.key
+            key = entry.key
             if key not in level.stuck:
                 level.counts.drop(Reason.TIER_ERROR)
                 level.stuck[key] = entry
@@ -168,7 +168,7 @@ class Flow:
         if len(started) == len(asked):
             self._trim(level)
             return
-        level.waiting.update({waiting.source.chunk.key: waiting for waiting in asked[len(started) :]})
+        level.waiting.update({waiting.source.key: waiting for waiting in asked[len(started) :]})
         self._pump(level)
 
     def _wants(self, level: LevelBooks, chunk: Chunk, charge: int) -> bool:
@@ -269,24 +269,24 @@ class Flow:
         self._enqueue(below, level.index, list(moving.values())[::-1], demote=True)
         staying: set[ChunkKey | None] = set()
         for entry in victims:
-            key = entry.chunk.key
+            key = entry.key
             asked = id(entry) in moving
             # What was asked for stays if it was not refused; what was not asked for, if its copy has just left below.
             stays = entry.holds or below.ledger.get(key) is not None if asked else not droppable(entry)
             if stays or key in staying:
-                staying.add(entry.chunk.parent)
+                staying.add(entry.parent)
             else:
                 self._leave(level, entry, Reason.EVICTED)
 
     def _unguarded(self, entry: Entry) -> bool:
-        return entry.chunk.key not in self.guarded
+        return entry.key not in self.guarded
 
     def _droppable(self, level: LevelBooks) -> Callable[[Entry], bool] | None:
         """Who may leave a level at once: everybody (None) under CASCADE, else what a level below has or refuses."""
         if not level.demotes:
             return None
         below = level.lower[0]
-        return lambda entry: entry.demote_refused or not below.writes.lets_through or level.has_below(entry.chunk.key)
+        return lambda entry: entry.demote_refused or not below.writes.lets_through or level.has_below(entry.key)
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
@@ -295,23 +295,23 @@ class Flow:
         state, ledger = entry.state, level.ledger
         if reason is Reason.EVICTED and ledger.expired(entry):
             reason = Reason.EXPIRED
-        at_once = not level.index and not entry.holds and not entry.writing
+        at_once = not level.index and not entry.holds
         if at_once:
             ledger.drop((entry,), evicted=reason is Reason.EVICTED)
         else:
             ledger.remove(entry, evicted=reason is Reason.EVICTED)
         if level.index:
-            level.leaving[entry.chunk.key] = entry
+            level.leaving[entry.key] = entry
         if state is READY:
             if reason is Reason.EVICTED:
                 level.counts.evicted += 1
                 if level.demotes:
-                    reason = Reason.DEMOTED if level.has_below(entry.chunk.key) else Reason.DEMOTE_DROPPED
+                    reason = Reason.DEMOTED if level.has_below(entry.key) else Reason.DEMOTE_DROPPED
                     if reason is Reason.DEMOTE_DROPPED:
                         level.counts.drop(reason)
             else:
                 level.counts.drop(reason)
-            self._emit(level, EventKind.REMOVED, entry.chunk, reason)
+            self._emit(level, EventKind.REMOVED, entry, reason)
         elif not entry.promoted:
             level.counts.refuse(reason)
         if not at_once:
@@ -330,10 +330,10 @@ class Flow:
         level.counts.evicted += len(gone)
         if self.record_events:
             for entry in gone:
-                self._emit(level, EventKind.REMOVED, entry.chunk, Reason.EVICTED)
+                self._emit(level, EventKind.REMOVED, entry, Reason.EVICTED)
 
     def _writer_ended(self, level: LevelBooks, entry: Entry) -> None:
-        entry.writing = False
+        level.ledger.writer_ended(entry)
         self._settle(level, entry)
 
     def _release(self, level: LevelBooks, *entries: Entry) -> None:
@@ -354,9 +354,9 @@ class Flow:
     def _free(self, level: LevelBooks, entry: Entry) -> None:
         level.ledger.free(entry)
         if level.index:
-            del level.leaving[entry.chunk.key]
-            if level.stuck.get(entry.chunk.key) is entry:
-                del level.stuck[entry.chunk.key]
+            del level.leaving[entry.key]
+            if level.stuck.get(entry.key) is entry:
+                del level.stuck[entry.key]
 
     def _launch(
         self,
@@ -383,9 +383,9 @@ class Flow:
             return self.levels[transfer.source].reads
         return self.levels[transfer.target].writes
 
-    def _emit(self, level: LevelBooks, kind: EventKind, chunk: Chunk, reason: Reason | None = None) -> None:
+    def _emit(self, level: LevelBooks, kind: EventKind, entry: Entry, reason: Reason | None = None) -> None:
         if self.record_events:
-            self._events.append(Event(level.index, kind, chunk, reason))
+            self._events.append(Event(level.index, kind, entry.chunk, reason))
 
     @property
     def primary_busy(self) -> bool:

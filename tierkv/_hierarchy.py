@@ -65,6 +65,8 @@ class Hierarchy(Room):
         plans: the levels, fastest first; the first must have slots.
         record_events: keep events for :meth:`take_events`; off by default, since untaken events would pile up.
         evicts_ahead: free a few slots more than needed, in one go; up to a thousandth of the primary.
+        recycles: entries of evicted chunks become those of new ones. Then an entry means nothing beyond the call that
+            returned it, unless it is held, pending, or shielded in every offer.
     """
 
     # -- asking -------------------------------------------------------------------------------------------------
@@ -156,7 +158,7 @@ class Hierarchy(Room):
         self.primary.commit(stored)
         if self.record_events:
             for entry in stored:
-                self._emit(level, EventKind.STORED, entry.chunk)
+                self._emit(level, EventKind.STORED, entry)
         level.counts.stored += len(stored)
         for lower in self.cascades:
             self._enqueue(lower, 0, stored, demote=False)
@@ -219,7 +221,7 @@ class Hierarchy(Room):
         for _, level, below in sources.values():
             level.ledger.hold(below)  # making room above may take a demotion, and that makes room below
         for entry in self._take_primary([chunk for chunk, _, _ in sources.values()], chunks, shielded):
-            _, level, below = sources.pop(entry.chunk.key)
+            _, level, below = sources.pop(entry.key)
             entry.promoted = True
             self._launch(TransferKind.PROMOTE, (level.index, 0), below, entry)
         for _, level, below in sources.values():
@@ -248,7 +250,7 @@ class Hierarchy(Room):
             found = next(((lower, below) for lower in self.levels[1:] if (below := lower.readable(chunk.key))), None)
             if found is None or (limit is not None and len(sources) >= limit):
                 break
-            sources[chunk.key] = (of_its_tenant(chunk, found[1].chunk), *found)
+            sources[chunk.key] = (of_its_tenant(chunk, found[1].kind.tenant), *found)
         return sources
 
     # -- forgetting ---------------------------------------------------------------------------------------------
@@ -314,8 +316,9 @@ class Hierarchy(Room):
                 self._expel(level, chunk, item.charge_nbytes)
                 level.n_quiet = 0
                 continue
-            if level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned) is not None:
-                self._emit(level, EventKind.STORED, chunk)
+            new = level.ledger.insert_found(chunk, item.charge_nbytes, owned=item.owned)
+            if new is not None:
+                self._emit(level, EventKind.STORED, new)
             if (waiting := level.waiting.pop(item.key, None)) is not None:  # what should have been written is there
                 level.counts.present += 1
                 self._forget(level, waiting)

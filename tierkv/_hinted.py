@@ -79,7 +79,7 @@ class HintedOrder:
     evict: Callable[[int], list[ChunkKey]]
     touch: Callable[[Sequence[Seat]], None]
     readmit: Callable[[Iterable[Seat]], None]
-    seat: Callable[[Sequence[Seat], Sequence[Chunk]], None]
+    seat: Callable[[Sequence[Seat]], None]
     unseat: Callable[[Seat], None]
     evict_seats: Callable[[int], Sequence[Seat]]
     share: Callable[[Mapping[ChunkKey, Seat]], None]
@@ -178,15 +178,15 @@ class HintedOrder:
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         self._order.on_insert(chunks)
-        self._came(chunks)
-
-    def _came(self, chunks: Sequence[Chunk]) -> None:
         if self._lifetimes.until_s:
-            now_s = self._clock()
-            for chunk in chunks:
-                until_s = self._lifetimes.of_copy(chunk.key, now_s)
-                if until_s is not None:
-                    self.limit(chunk.key, until_s, held=False)
+            self._came([chunk.key for chunk in chunks])
+
+    def _came(self, keys: Iterable[ChunkKey]) -> None:
+        now_s = self._clock()
+        for key in keys:
+            until_s = self._lifetimes.of_copy(key, now_s)
+            if until_s is not None:
+                self.limit(key, until_s, held=False)
 
     def on_commit(self, key: ChunkKey) -> None:
         if self._commits is not None:
@@ -236,7 +236,7 @@ class HintedOrder:
         yield from (key for key in self._order.victims() if key not in due)
 
     def _is_held(self, key: ChunkKey) -> bool:
-        return key in self._held if self._seats is None else self._seats[key].held
+        return key in self._held if self._seats is None else self._seats[key].holds > 0
 
     def _age(self) -> None:
         """Put aside those whose time has come, so that nobody looks at them twice."""
@@ -265,9 +265,10 @@ class HintedOrder:
         def share(seats: Mapping[ChunkKey, Seat]) -> None:
             self._seats = seats
 
-        def seat(seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
-            order.seat(seats, chunks)
-            self._came(chunks)
+        def seat(seats: Sequence[Seat]) -> None:
+            order.seat(seats)
+            if self._lifetimes.until_s:
+                self._came([seat.key for seat in seats])
 
         def unseat(seat: Seat) -> None:
             self._forget(seat.key)

@@ -8,7 +8,7 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from tierkv._hinted import HintedOrder, Lifetimes
-from tierkv._ledger import PENDING, Entry, Ledger
+from tierkv._ledger import Entry, Ledger
 from tierkv.errors import bad_setting
 from tierkv.protocols import Clock, HintAware, Seating
 from tierkv.settings import parse_seconds
@@ -149,4 +149,4 @@ def _check(hint: object) -> None:
 
 
 def _held(entry: Entry) -> bool:
-    return entry.holds > 0 or entry.state is PENDING
+    return entry.holds > 0

@@ -145,7 +145,7 @@ class Lease:
         entry = self._by_key.get(chunk.key)
         if entry is None:
             raise PinError(f"the lease does not hold the chunk that ends at token {chunk.end_token}")
-        view = self._pins.slot_view(entry)[: entry.chunk.nbytes].toreadonly()
+        view = self._pins.slot_view(entry)[: entry.nbytes].toreadonly()
         self._views.append(view)
         return view
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from tierkv._entry import GONE, PENDING, READY, Entry, State, of_its_tenant
+from tierkv._entry import GONE, OWNED, PENDING, READY, STORED, WRITING, Entry, Kinds, Run, State, of_its_tenant
 from tierkv._order import KeyedOrder, SeatedOrder
 from tierkv._slots import Slots, fitting
 from tierkv.protocols import Admission, EvictionPolicy, Expiring, Seating
@@ -31,6 +31,8 @@ class Ledger:
         charge: bytes that a payload of a given length occupies; identity by default. Ignored with slots.
         n_slots: number of fixed slots, or None for a level that is bounded in bytes only.
         slot_nbytes: bytes charged for each slot.
+        recycles: entries that :meth:`evict` let go are the next chunks' entries. Then nobody may keep an entry that he
+            does not hold, from one call to the next.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Ledger:
         charge: Callable[[int], int] | None = None,
         n_slots: int | None = None,
         slot_nbytes: int = 0,
+        recycles: bool = False,
     ) -> None:
         self.name = name
         self.capacity_nbytes = capacity_nbytes if n_slots is None else n_slots * slot_nbytes
@@ -51,11 +54,16 @@ class Ledger:
         self.n_pending = self.n_held = self.n_foreign = 0
         self._admission = admission
         self._charge = charge
+        self._recycles = recycles
         self._slots = None if n_slots is None else Slots(n_slots, slot_nbytes)
+        self.kinds = Kinds()
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
-        self.free_slots: Sequence[int] = () if self._slots is None else self._slots.free
-        """The list itself, which only the ledger changes: how many slots are free is asked at every offer."""
+        self.free_slots: tuple[Sequence[int], Sequence[Entry]] = ((), ())
+        """Together as many as there are free slots. The ledger's own lists, which only it changes: how many there are
+        is asked at every offer."""
+        if self._slots is not None:
+            self.free_slots = (self._slots.free, self._slots.spare)
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
         self.follow(policy)
@@ -117,23 +125,37 @@ class Ledger:
 
     def reserve(self, chunks: Sequence[Chunk]) -> list[Entry]:
         """Take free space for the leading chunks that fit, none of which may be in the index. Evicts nothing."""
-        index, slots = self._index, self._slots
-        taken = slots.fill(chunks) if slots is not None else fitting(chunks, self.free_nbytes, self.charge)
-        n, n_before = len(taken), len(index)
-        if not n:
-            return taken
+        slots = self._slots
+        if slots is None:
+            taken = fitting(chunks, self.free_nbytes, self.charge, self.kinds)
+        else:
+            taken = [slots.fill_one(chunk, self.kinds) for chunk in chunks[: slots.n_free]]
+        if taken:
+            self._enter(taken)
+            self._order.insert(taken, chunks if len(taken) == len(chunks) else chunks[: len(taken)])
+        return taken
+
+    def reserve_run(self, run: Run) -> list[Entry]:
+        """:meth:`reserve` for chunks by column, which are some, in a level with slots."""
+        assert self._slots is not None
+        taken = self._slots.fill(run)
+        if taken:
+            self._enter(taken)
+            self._order.seat(taken)
+        return taken
+
+    def _enter(self, taken: Sequence[Entry]) -> None:
+        index, n_before = self._index, len(self._index)
         for entry in taken:
             index[entry.key] = entry
-        assert len(index) == n_before + n, "a key is reserved once"
-        self.n_pending += n
-        self.pending_nbytes += n * slots.slot_nbytes if slots is not None else self._charged(taken)
-        self._order.insert(taken, chunks if n == len(chunks) else chunks[:n])
-        return taken
+        assert len(index) == n_before + len(taken), "a key is reserved once"
+        self.n_pending += len(taken)
+        self.pending_nbytes += self._charged(taken)
 
     def reserve_one(self, chunk: Chunk) -> Entry:
         """:meth:`reserve` for one chunk while a slot is free, and its key is not in the index."""
         assert self._slots is not None and chunk[0] not in self._index, "a key is reserved once"
-        entry = self._index[chunk[0]] = self._slots.fill_one(chunk)
+        entry = self._index[chunk[0]] = self._slots.fill_one(chunk, self.kinds)
         self.n_pending += 1
         self.pending_nbytes += entry.charge_nbytes
         self._order.insert((entry,), (chunk,))
@@ -142,11 +164,11 @@ class Ledger:
     def commit(self, entries: Sequence[Entry]) -> None:
         """The copies into these PENDING entries have ended well: they can be read."""
         for entry in entries:
-            assert entry.state is PENDING and entry.writing
+            flags = entry.flags
+            assert entry.state is PENDING and flags & WRITING
             entry.state = READY
-            entry.stored = True
-            entry.writing = False
-            entry.held = entry.holds > 0
+            entry.flags = flags & ~WRITING | STORED
+            entry.holds -= 1
         nbytes = self._charged(entries)
         self.n_pending -= len(entries)
         self.pending_nbytes -= nbytes
@@ -163,7 +185,7 @@ class Ledger:
             if owned and not known.owned:
                 self._own(known, charge_nbytes)
             return None
-        entry = Entry(chunk, charge_nbytes, READY, owned=owned)
+        entry = Entry(chunk, self.kinds.of_chunk(chunk), charge_nbytes, READY, owned=owned)
         self._index[chunk.key] = entry
         if owned:
             self.ready_nbytes += charge_nbytes
@@ -181,8 +203,7 @@ class Ledger:
         entry.owned = True
         entry.charge_nbytes = charge_nbytes
         self.ready_nbytes += charge_nbytes
-        entry.held = entry.holds > 0
-        self._order.insert((entry,), (entry.chunk,))
+        self._order.seat((entry,))
 
     # -- using --------------------------------------------------------------------------------------------------
 
@@ -196,10 +217,11 @@ class Ledger:
         for entry, chunk in used:
             if entry.state is GONE:
                 continue
-            if entry.chunk.parent is None:
-                entry.chunk = of_its_tenant(chunk, entry.chunk)
+            if entry.parent is None:
+                chunk = of_its_tenant(chunk, entry.kind.tenant)
+                entry.learn(chunk, self.kinds.of_chunk(chunk))
                 learned |= chunk.parent is not None
-            if entry.owned:
+            if entry.flags & OWNED:
                 touched.append(entry)
         if touched:
             self._order.access(touched, learned=learned)
@@ -215,11 +237,9 @@ class Ledger:
         """Ban their eviction and the reuse of their space until the matching :meth:`release`."""
         fresh: list[Entry] = []
         for entry in entries:
-            if entry.holds:
-                entry.holds += 1
-            else:
-                entry.holds = 1
-                entry.held = True
+            n_before = entry.holds
+            entry.holds = n_before + 1
+            if not n_before or (n_before == 1 and entry.flags & WRITING):
                 fresh.append(entry)
         if fresh:
             self.n_held += len(fresh)
@@ -230,10 +250,10 @@ class Ledger:
         """Take back one hold of each."""
         idle: list[Entry] = []
         for entry in entries:
-            assert entry.holds > 0, "each release matches a hold"
-            entry.holds -= 1
-            if not entry.holds:
-                entry.held = entry.state is PENDING
+            n_left = entry.holds - 1
+            assert n_left >= 0, "each release matches a hold"
+            entry.holds = n_left
+            if not n_left or (n_left == 1 and entry.flags & WRITING):
                 idle.append(entry)
         if idle:
             self.n_held -= len(idle)
@@ -271,7 +291,7 @@ class Ledger:
         try:
             for key in order:
                 entry = index[key]
-                may = entry.state is READY and not entry.holds and key not in protect and key not in blocked
+                may = not entry.holds and key not in protect and key not in blocked
                 taken = may and (accept is None or accept(entry))
                 if taken:
                     chosen.append(entry)
@@ -281,7 +301,7 @@ class Ledger:
                 elif taken is None:
                     break
                 else:
-                    blocked.add(entry.chunk.parent)
+                    blocked.add(entry.parent)
         finally:
             if isinstance(order, Generator):
                 order.close()
@@ -292,7 +312,7 @@ class Ledger:
         at_once = self._slots is not None and not self.expires  # who leaves as expired is counted one by one
         gone = self._order.evict(n_slots, spared) if at_once else None
         if gone is not None:
-            self._vacate(gone)
+            self._vacate(gone, recycle=self._recycles)
         return gone
 
     def expired_entries(self, at_most: int) -> list[Entry]:
@@ -337,15 +357,25 @@ class Ledger:
             self._order.remove(entry, evicted=evicted)
         self._vacate(entries)
 
-    def _vacate(self, entries: Sequence[Entry]) -> None:
+    def _vacate(self, entries: Sequence[Entry], *, recycle: bool = False) -> None:
         assert self._slots is not None
         index = self._index
         for entry in entries:
-            assert entry.state is READY and not entry.holds
+            assert not entry.holds
             del index[entry.key]
             entry.state = GONE
-        self._slots.give_back(entries)
+        if recycle:
+            self._slots.spare += entries
+        else:
+            self._slots.give_back(entries)
         self.ready_nbytes -= self._charged(entries)
+
+    def writer_ended(self, entry: Entry) -> None:
+        """No copy touches a GONE entry's space any more. Said again, it changes nothing."""
+        assert entry.state is GONE
+        if entry.flags & WRITING:
+            entry.flags &= ~WRITING
+            entry.holds -= 1
 
     def free(self, entry: Entry) -> None:
         """Give a GONE entry's space back. Nothing may touch it any more."""
@@ -377,8 +407,8 @@ class Ledger:
         assert self.ready_nbytes == sum(e.charge_nbytes for e in entries if e.state is READY and e.owned)
         assert self.foreign_nbytes == sum(e.charge_nbytes for e in entries if not e.owned)
         assert self.quarantined_nbytes == sum(e.charge_nbytes for e in gone if e.owned)
-        assert all(entry.holds >= 0 for entry in entries + gone)
-        held = [entry for entry in entries + gone if entry.holds]
+        assert all(entry.holds >= entry.writing for entry in entries + gone)
+        held = [entry for entry in entries + gone if entry.n_pins]
         assert (self.n_held, self.held_nbytes) == (len(held), sum(entry.charge_nbytes for entry in held))
         assert self.n_pending == sum(entry.state is PENDING for entry in entries)
         assert self.n_foreign == sum(not entry.owned for entry in entries)

@@ -100,7 +100,7 @@ class LevelBooks:
         "waiting", "writes",
     )  # fmt: skip
 
-    def __init__(self, index: int, plan: LevelPlan) -> None:
+    def __init__(self, index: int, plan: LevelPlan, *, recycles: bool) -> None:
         self.index = index
         self.name = plan.name
         self.plan = plan
@@ -112,6 +112,7 @@ class LevelBooks:
             charge=plan.charge,
             n_slots=plan.n_slots,
             slot_nbytes=plan.slot_nbytes,
+            recycles=recycles,
         )
         self.counts = Counts()
         self.lower: Sequence[LevelBooks] = ()

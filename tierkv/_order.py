@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from tierkv._entry import PENDING, READY, Entry
+from tierkv._entry import READY, Entry
 from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, PinAware, Seating
 from tierkv.types import Chunk, ChunkKey
 
@@ -30,13 +30,17 @@ class KeyedOrder:
         self._commits = policy if isinstance(policy, CommitAware) else None
         self._batches = policy if isinstance(policy, BatchEvicting) else None
 
+    def seat(self, entries: Sequence[Entry]) -> None:
+        """Entries of ours that are new, PENDING or READY, in prefix order."""
+        self.insert(entries, [entry.chunk for entry in entries])
+
     def insert(self, entries: Sequence[Entry], chunks: Sequence[Chunk]) -> None:
-        """Entries of ours that are new, PENDING or READY, and their chunks, in prefix order."""
+        """:meth:`seat` where their chunks are at hand."""
         self._policy.on_insert(chunks)
         if self._pins is not None:
             hold = self._pins.hold
             for entry in entries:
-                if entry.state is PENDING or entry.holds:
+                if entry.holds:
                     hold(entry.key)
 
     def commit(self, entries: Sequence[Entry]) -> None:
@@ -74,7 +78,7 @@ class KeyedOrder:
         """Forget the first ``n_chunks`` that may leave and are not ``spared``. None: the policy cannot."""
         if self._batches is None or self._pins is None:
             return None
-        spared = [entry for entry in spared if entry.state is READY and not entry.holds]
+        spared = [entry for entry in spared if not entry.holds]
         for entry in spared:
             self._pins.hold(entry.key)
         gone = [self._index[key] for key in self._batches.evict(n_chunks)]
@@ -89,15 +93,15 @@ class KeyedOrder:
         owned = {key: entry for key, entry in self._index.items() if entry.owned}
         busy: set[ChunkKey] = set()
         for entry in owned.values():
-            up: Entry | None = entry if entry.state is PENDING or entry.holds else None
+            up: Entry | None = entry if entry.holds else None
             while up is not None and up.key not in busy:
                 busy.add(up.key)
-                up = owned.get(up.chunk.parent) if up.chunk.parent is not None else None
+                up = owned.get(up.parent) if up.parent is not None else None
         assert owned.keys() - busy <= set(order) <= owned.keys(), "the policy orders what is resident, all of it"
 
 
 class SeatedOrder(KeyedOrder):
-    """By entry, each of which is the policy's seat. The ledger says in the entry itself that it is held.
+    """By entry, each of which is the policy's seat. The ledger counts in the entry itself who holds it.
 
     Args:
         policy: an order that has no chunks yet.
@@ -110,10 +114,13 @@ class SeatedOrder(KeyedOrder):
         self._seating = policy
         # What costs every chunk a call goes straight to the policy.
         direct: Any = policy
-        self.insert = direct.seat  # type: ignore[method-assign]
+        self.seat = direct.seat  # type: ignore[method-assign]
         self.release = direct.readmit  # type: ignore[method-assign]
         if self._commits is None:
             self.commit = direct.readmit  # type: ignore[method-assign]
+
+    def insert(self, entries: Sequence[Entry], chunks: Sequence[Chunk]) -> None:  # noqa: ARG002 - entries say it all
+        self.seat(entries)
 
     def commit(self, entries: Sequence[Entry]) -> None:
         if self._commits is not None:
@@ -134,12 +141,12 @@ class SeatedOrder(KeyedOrder):
         self._seating.unseat(entry)
 
     def evict(self, n_chunks: int, spared: Iterable[Entry]) -> list[Entry] | None:
-        spared = [entry for entry in spared if not entry.held]
+        spared = list(spared)
         for entry in spared:
-            entry.held = True
+            entry.holds += 1
         gone = cast("list[Entry]", self._seating.evict_seats(n_chunks))  # they are ours: nobody else lends it any
         for entry in spared:
-            entry.held = False
+            entry.holds -= 1
         self._seating.readmit(spared)
         return gone
 
@@ -148,5 +155,4 @@ class SeatedOrder(KeyedOrder):
         victims = set(self._policy.victims())
         for entry in self._index.values():
             assert bool(entry.stamp) == entry.owned, "the policy ranks what is ours, and nothing else"
-            assert not entry.owned or entry.held == (entry.state is PENDING or entry.holds > 0)
-            assert not (entry.owned and entry.held and entry.key in victims), "what is held is no victim"
+            assert not (entry.owned and entry.holds and entry.key in victims), "what is held is no victim"

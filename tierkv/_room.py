@@ -5,11 +5,11 @@ Nothing here is called from outside :mod:`tierkv._hierarchy`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from tierkv._flow import NOTHING, PATIENCE, Flow
-from tierkv._ledger import Entry
+from tierkv._entry import Entry, Run
 from tierkv._level import LevelPlan
 from tierkv.types import Chunk, ChunkKey, Reason
 
@@ -22,13 +22,14 @@ _MOST_AHEAD, _AHEAD_SHIFT = 64, 10
 class Room(Flow):
     """The part of :class:`~tierkv._hierarchy.Hierarchy` that finds slots."""
 
-    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False, evicts_ahead: bool = True) -> None:
-        super().__init__(plans, record_events=record_events)
+    def __init__(self, plans: Sequence[LevelPlan], *, evicts_ahead: bool = True, **options: bool) -> None:
+        super().__init__(plans, **options)
         plan = plans[0]
         self._slot_nbytes = plan.slot_nbytes
         self._undemanding = plan.admission is None and not self.levels[0].demotes
         """The primary takes whoever comes, and who leaves it leaves no copy: a free slot is all that an offer needs."""
-        self._get, self._free_slots = self.primary.get, self.primary.free_slots
+        self._get = self.primary.get
+        self._free_slots, self._spare = self.primary.free_slots
         self._counts = self.levels[0].counts
         self._n_ahead = min(_MOST_AHEAD, (plan.n_slots or 0) >> _AHEAD_SHIFT) if evicts_ahead else 0
 
@@ -47,26 +48,42 @@ class Room(Flow):
         longest_nbytes = max([chunk[_NBYTES] for chunk in chunks])
         if not primary.lacks({chunk[0] for chunk in chunks}, n_chunks):
             return None
-        n_short = n_chunks - len(self._free_slots)
-        if longest_nbytes > self._slot_nbytes or (n_short > 0 and not self._make_way(chunks, n_short, shielded)):
+        n_short = n_chunks - len(self._free_slots) - len(self._spare)
+        if longest_nbytes > self._slot_nbytes or (
+            n_short > 0 and not self._make_way(n_short, shielded, self._spared(chunks, chunks))
+        ):
             return None
         self._counts.offered += n_chunks
         return primary.reserve(chunks)
+
+    def offer_run(self, run: Run, shielded: Collection[ChunkKey]) -> list[Entry] | None:
+        """:meth:`offer_new` for chunks by column, all of them different."""
+        keys, get = run.keys, self._get
+        n_chunks = len(keys)
+        if not self._undemanding or run.kind.nbytes > self._slot_nbytes or any(map(get, keys)):
+            return None
+        n_short = n_chunks - len(self._free_slots) - len(self._spare)
+        if n_short > 0:
+            before = get(run.parent) if run.parent is not None else None
+            if not self._make_way(n_short, shielded, () if before is None else (before,)):
+                return None
+        self._counts.offered += n_chunks
+        return self.primary.reserve_run(run)
 
     def offer_one(self, chunk: Chunk, shielded: Collection[ChunkKey]) -> Entry | None:
         """:meth:`offer_new` for one chunk: what a request in pieces of 1 pays each time."""
         if not self._undemanding or self._get(chunk[0]) is not None or chunk[_NBYTES] > self._slot_nbytes:
             return None
-        if not (self._free_slots or self._make_way((chunk,), 1, shielded)):
+        if not (self._spare or self._free_slots or self._make_way(1, shielded, self._spared((chunk,), (chunk,)))):
             return None
         self._counts.offered += 1
         return self.primary.reserve_one(chunk)
 
-    def _make_way(self, wanted: Sequence[Chunk], n_short: int, shielded: Collection[ChunkKey]) -> bool:
+    def _make_way(self, n_short: int, shielded: Collection[ChunkKey], spared: Iterable[Entry]) -> bool:
         """Evict a few more than are in the way of new chunks. False: there are some who may not leave at once."""
         if shielded or self.guarded:
             return False
-        gone = self.primary.evict(max(n_short, self._n_ahead), self._spared(wanted, wanted))
+        gone = self.primary.evict(max(n_short, self._n_ahead), spared)
         if gone is None:
             return False
         self._evicted(self.levels[0], gone)
@@ -137,7 +154,7 @@ class Room(Flow):
 
         def may_leave(entry: Entry) -> bool | None:
             nonlocal patience
-            if entry.chunk.key in shielded or entry.chunk.key in guarded:
+            if entry.key in shielded or entry.key in guarded:
                 return False
             if droppable is None or droppable(entry):
                 return True

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from tierkv._entry import PENDING, Entry
+from tierkv._entry import OWNED, PENDING, WRITING, Entry, Kinds, Run
 from tierkv.types import Chunk
+
+_NEW: Final = OWNED | WRITING
 
 
 class Slots:
@@ -16,52 +19,75 @@ class Slots:
         slot_nbytes: bytes charged for each.
     """
 
-    __slots__ = ("free", "generation", "n_slots", "slot_nbytes")
+    __slots__ = ("free", "generation", "n_slots", "slot_nbytes", "spare")
 
     def __init__(self, n_slots: int, slot_nbytes: int) -> None:
         self.slot_nbytes = slot_nbytes
         self.free = list(range(n_slots - 1, -1, -1))
         """The last is given out next. The list stays the same object."""
+        self.spare: list[Entry] = []
+        """Entries whose slots are free as well: an order has let them go, and they are the next chunks'. Given out
+        first, the last of them before the others. The list stays the same object."""
         self.n_slots = n_slots
         self.generation = 0
         """Of the slots that were given out last."""
 
-    def fill(self, chunks: Sequence[Chunk]) -> list[Entry]:
-        """``Entry(chunk, slot_nbytes, PENDING)`` in a slot for each leading chunk that finds one.
+    @property
+    def n_free(self) -> int:
+        return len(self.free) + len(self.spare)
+
+    def fill(self, run: Run) -> list[Entry]:
+        """A PENDING entry in a slot for each leading chunk that finds one.
 
         One loop with everything in it: every chunk that vLLM offers comes by, and a constructor costs as much again.
         """
-        make, pop, nbytes = Entry.__new__, self.free.pop, self.slot_nbytes
+        keys, kind, n_chunks = run.keys, run.kind, len(run.keys)
         self.generation = generation = self.generation + 1
-        entries: list[Entry] = []
-        for chunk in chunks if len(chunks) <= len(self.free) else chunks[: len(self.free)]:
-            entry = make(Entry)
-            entry.key = chunk[0]
-            entry.link = entry.heaped = None
-            entry.stamp = entry.n_children = entry.holds = 0
-            entry.held = entry.owned = entry.writing = True
-            entry.stored = entry.promoted = entry.demote_refused = False
-            entry.chunk = chunk
-            entry.charge_nbytes = nbytes
+        entries = self._take(n_chunks)
+        parents = run.parents()
+        for entry, key, parent, end_token in zip(entries, keys, parents, run.end_tokens, strict=False):
+            entry.key = key
+            entry.parent = parent
+            entry.link = None
+            entry.end_token = end_token
+            entry.kind = kind
             entry.state = PENDING
-            entry.slot = pop()
+            entry.flags = _NEW
+            entry.holds = 1
             entry.generation = generation
-            entries.append(entry)
         return entries
 
-    def fill_one(self, chunk: Chunk) -> Entry:
+    def fill_one(self, chunk: Chunk, kinds: Kinds) -> Entry:
         """:meth:`fill` for one chunk while a slot is free: what a request in pieces of 1 pays each time."""
-        entry = Entry.__new__(Entry)
-        entry.key = chunk[0]
-        entry.link = entry.heaped = None
-        entry.stamp = entry.n_children = entry.holds = 0
-        entry.held = entry.owned = entry.writing = True
-        entry.stored = entry.promoted = entry.demote_refused = False
-        entry.chunk = chunk
-        entry.charge_nbytes = self.slot_nbytes
+        key, parent, group, end_token, nbytes, tenant, partial = chunk
+        entry = self.spare.pop() if self.spare else self._fresh()
+        entry.key = key
+        entry.parent = parent
+        entry.link = None
+        entry.end_token = end_token
+        entry.kind = kinds.of((group, nbytes, tenant, partial))
         entry.state = PENDING
-        entry.slot = self.free.pop()
+        entry.flags = _NEW
+        entry.holds = 1
         self.generation = entry.generation = self.generation + 1
+        return entry
+
+    def _take(self, n_chunks: int) -> list[Entry]:
+        """Entries without a chunk, in free slots: as many as wanted or as there are."""
+        spare = self.spare
+        entries = spare[: -n_chunks - 1 : -1]
+        del spare[-n_chunks:]
+        n_more = min(n_chunks - len(entries), len(self.free))
+        if n_more:
+            entries += [self._fresh() for _ in range(n_more)]
+        return entries
+
+    def _fresh(self) -> Entry:
+        entry = Entry.__new__(Entry)
+        entry.charge_nbytes = self.slot_nbytes
+        entry.slot = self.free.pop()
+        entry.stamp = entry.n_children = 0
+        entry.heaped = None
         return entry
 
     def give_back(self, entries: Iterable[Entry]) -> None:
@@ -70,12 +96,17 @@ class Slots:
 
     def check(self, entries: Sequence[Entry]) -> None:
         """``entries`` are all that are in slots, and each slot is in one place. For tests; O(n)."""
-        used = [entry.slot for entry in entries]
+        used = [entry.slot for entry in (*entries, *self.spare)]
         assert sorted(used + self.free) == list(range(self.n_slots)), "each slot is in one place"
         assert all(0 < entry.generation <= self.generation for entry in entries)
+        for entry in self.spare:
+            assert not (entry.stamp or entry.n_children or entry.holds) and entry.heaped is None, "nobody ranks it"
+            assert entry.charge_nbytes == self.slot_nbytes
 
 
-def fitting(chunks: Iterable[Chunk], free_nbytes: int, charge: Callable[[Chunk], int]) -> list[Entry]:
+def fitting(
+    chunks: Iterable[Chunk], free_nbytes: int, charge: Callable[[Chunk], int], kinds: Kinds
+) -> list[Entry]:
     """PENDING entries for the leading chunks that fit into the free bytes of a level without slots."""
     taken: list[Entry] = []
     nbytes, charge_nbytes = -1, 0
@@ -85,5 +116,5 @@ def fitting(chunks: Iterable[Chunk], free_nbytes: int, charge: Callable[[Chunk],
         free_nbytes -= charge_nbytes
         if free_nbytes < 0:
             break
-        taken.append(Entry(chunk, charge_nbytes, PENDING))
+        taken.append(Entry(chunk, kinds.of_chunk(chunk), charge_nbytes, PENDING))
     return taken

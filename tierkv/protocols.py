@@ -206,25 +206,30 @@ class BatchEvicting(Protocol):
 class Seat:
     """One resident chunk as an order sees it, in an object that belongs to somebody else; see :class:`Seating`."""
 
-    __slots__ = ("heaped", "held", "key", "link", "n_children", "stamp")
+    __slots__ = ("heaped", "holds", "key", "link", "n_children", "parent", "stamp")
 
     key: ChunkKey
-    link: ChunkKey | None
-    """The parent that it is counted under as a child."""
+    parent: ChunkKey | None
+    """Key of its chunk's parent, or None at a head or while it is unknown. Its owner says so."""
+    holds: int
+    """While positive it may not leave. Its owner says so; whoever takes the last one back tells :meth:`Seating.readmit`.
+    """
     stamp: int
-    """0 while the order does not rank it; the higher, the later it leaves."""
+    """The order's, as is all that follows: 0 while it does not rank it; the higher, the later it leaves."""
     n_children: int
-    held: bool
-    """It may not leave. Its owner says so; whoever clears it tells :meth:`Seating.readmit`."""
+    link: Seat | None
+    """The parent that it is counted under as a child. One without a stamp has left, or has yet to come; then whoever has
+    its key is meant."""
     heaped: list[Any] | None
     """Its place in the order's heap."""
 
-    def __init__(self, key: ChunkKey) -> None:
+    def __init__(self, key: ChunkKey, parent: ChunkKey | None = None) -> None:
         self.key = key
-        self.link = None
+        self.parent = parent
+        self.holds = 0
         self.stamp = 0
         self.n_children = 0
-        self.held = False
+        self.link = None
         self.heaped = None
 
 
@@ -241,7 +246,7 @@ class Seating(Protocol):
         """Use these seats from now on. Called once, before the first chunk. Their owner enters and deletes them."""
         ...
 
-    def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
+    def seat(self, seats: Sequence[Seat]) -> None:
         """:meth:`~EvictionPolicy.on_insert` for seats that are in the mapping by now, some of them held."""
         ...
 

@@ -284,7 +284,7 @@ class Rig:
                 expected[id(waiting.source)] = expected.get(id(waiting.source), 0) + 1
         for level in self.h.levels:
             for entry in [*level.ledger, *level.ledger.gone()]:
-                assert entry.holds == expected.get(id(entry), 0)
+                assert entry.n_pins == expected.get(id(entry), 0)
 
     def check_bytes(self) -> None:
         for entry in self.h.primary:

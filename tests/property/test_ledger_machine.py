@@ -228,7 +228,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def writer_ended(self, data: st.DataObject) -> None:
         line = self.pick(data, [line for line in self.gone if line.writing])
-        line.entry.writing = line.writing = False
+        self.ledger.writer_ended(line.entry)
+        line.writing = False
 
     @precondition(lambda self: any(not line.writing and not line.holds for line in self.gone))
     @rule(data=st.data())
@@ -277,7 +278,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.release(line.entry)
             if line.state is not GONE:
                 self.ledger.remove(line.entry, evicted=False)
-            line.entry.writing = False
+            self.ledger.writer_ended(line.entry)
             self.ledger.free(line.entry)
         self.ledger.check()
         assert self.ledger.free_nbytes == self.capacity

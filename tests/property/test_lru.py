@@ -235,7 +235,7 @@ class LRUMachine(OrderMachine):
         assert {key: seat.stamp % LAST for key, seat in seats.items()} == self.naive.stamps
         assert {key for key, seat in seats.items() if seat.stamp >= LAST} == self.naive.kept
         assert len(set(self.naive.stamps.values())) == len(seats), "no ties"
-        assert {key: seat.link for key, seat in seats.items() if seat.link} == self.naive.parents
+        assert {key: seat.parent for key, seat in seats.items() if seat.link} == self.naive.parents
         children = Counter(self.naive.parents.values())
         assert {key: seat.n_children for key, seat in seats.items() if seat.n_children} == {
             key: n for key, n in children.items() if key in seats
@@ -250,7 +250,7 @@ class LRUMachine(OrderMachine):
                 assert seat.heaped[2] is seat
                 assert seat.heaped[0] == seat.stamp or LAST <= seat.heaped[0] < seat.stamp, "corrected when it is met"
             else:
-                assert stands or seat.n_children or seat.held, "who may leave waits to leave"
+                assert stands or seat.n_children or seat.holds, "who may leave waits to leave"
         live = [entry for entry in (*policy._heap.entries, *policy._heap._taken) if entry[2] is not None]
         assert sorted(id(entry) for entry in live) == sorted(id(seat.heaped) for seat in seats.values() if seat.heaped)
 
@@ -482,7 +482,7 @@ def test_held_chunks_are_met_once() -> None:
         policy.hold(chunk.key)
     assert len(list(policy.victims())) == 100
     assert next(policy.victims()) == singles[99].key
-    assert not [seat for seat in policy._line if seat.held]
+    assert not [seat for seat in policy._line if seat.holds]
     for chunk in singles[100:]:
         policy.release(chunk.key)
     assert list(policy.victims()) == [chunk.key for chunk in reversed(singles)]

@@ -11,7 +11,8 @@ by, because of a hold or a child, has lost the place; once that one may leave, t
 line, so it waits in a heap. The order is both, merged.
 
 What is known of a chunk is in its seat. By default the seats are records of this order's own; a ledger may lend those
-that it has (:class:`~tierkv.protocols.Seating`). Links are keys, so that a seat can come and go under them.
+that it has (:class:`~tierkv.protocols.Seating`). A seat is linked to its parent's, since to look one up by key is what
+costs most in a large pool; once that seat has left, whoever comes to have its key is meant.
 
 Standard library only; single-threaded; deterministic: no set, no identity and no clock takes part in the order.
 """
@@ -38,6 +39,8 @@ _SLACK = 64
 """The line has no more than two places a chunk and some, beyond which its front goes on."""
 _LATE = 4096
 """Uses after which it is looked at again at the latest: so many places may be passed in one go."""
+_ABSENT = Seat(ChunkKey(b""))
+"""What is linked to it waits for a parent that has yet to come."""
 
 
 class _Walk:
@@ -98,12 +101,12 @@ class LeafOrder:
     def hold(self, key: ChunkKey) -> None:
         seat = self._find(key)
         if seat is not None:
-            seat.held = True
+            seat.holds = 1
 
     def release(self, key: ChunkKey) -> None:
         seat = self._find(key)
-        if seat is not None and seat.held:
-            seat.held = False
+        if seat is not None and seat.holds:
+            seat.holds = 0
             self.readmit((seat,))
 
     def victims(self) -> Iterator[ChunkKey]:
@@ -119,7 +122,7 @@ class LeafOrder:
         walk = _Walk(self._heap.turn)
         n_left = walk.n_left
         for number, seat in enumerate(self._line, self._front):
-            if seat.stamp != number or seat.held or (seat.n_children and n_left.get(seat.key, 1)):
+            if seat.stamp != number or seat.holds or (seat.n_children and n_left.get(seat.key, 1)):
                 continue
             walk.number = number
             while (early := self._before(walk)) is not None:
@@ -152,21 +155,22 @@ class LeafOrder:
         """Those that may leave now and have lost their place wait in the heap."""
         front = self._stamp + 1 - len(self._line)
         for seat in seats:
-            if seat.n_children or seat.held or front <= seat.stamp < LAST or seat.heaped is not None or not seat.stamp:
+            if seat.n_children or seat.holds or front <= seat.stamp < LAST or seat.heaped is not None or not seat.stamp:
                 continue
             self._heap.add(seat)
 
     def unseat(self, seat: Seat) -> None:
         """Forget a resident chunk, whatever its place."""
-        stamp, link = seat.stamp, seat.link
-        seat.stamp, seat.link = 0, None
+        stamp = seat.stamp
+        seat.stamp = 0
         if seat.heaped is not None:
             self._heap.drop(seat)
         if seat.n_children:
             self._absent[seat.key] = seat.n_children
             seat.n_children = 0
-        if link is not None:
-            self._child_left(link, stamp)
+        if seat.link is not None:
+            self._child_left(seat, stamp)
+            seat.link = None
         self._n_resident -= 1
         if not self._n_resident:
             self._line.clear()
@@ -174,13 +178,13 @@ class LeafOrder:
     def evict_seats(self, n_chunks: int) -> list[Seat]:  # noqa: C901 - one loop, which every chunk that leaves comes by
         """Forget the ``n_chunks`` that :meth:`victims` would name first, or all it would name; in order."""
         number = self._begin() - 1
-        line, waiting, get = self._line, self._heap.entries, self._seats.get
+        line, waiting = self._line, self._heap.entries
         gone: list[Seat] = []
         while len(gone) < n_chunks:
             if not waiting and line:
                 seat = line.popleft()
                 number += 1
-                if seat.stamp != number or seat.held or seat.n_children:
+                if seat.stamp != number or seat.holds or seat.n_children:
                     continue
             elif (first := self._first()) is not None:
                 seat, number = first, self._front - 1
@@ -188,18 +192,17 @@ class LeafOrder:
                 break
             while True:  # up its chain; what _child_left() does is written out
                 gone.append(seat)
-                stamp, link = seat.stamp, seat.link
+                stamp, parent = seat.stamp, seat.link
                 seat.stamp = 0
-                if link is None:
+                if parent is None:
                     break
-                parent = get(link)
-                if parent is None or not parent.stamp:
-                    self._child_left(link, stamp)
+                if not parent.stamp:
+                    self._child_left(seat, stamp)
                     break
                 parent.n_children -= 1
                 if stamp > parent.stamp:
                     self._inherit(parent, stamp)
-                if parent.n_children or parent.held or number < parent.stamp < LAST:
+                if parent.n_children or parent.holds or number < parent.stamp < LAST:
                     break
                 if parent.stamp != stamp or len(gone) >= n_chunks:
                     self._heap.add(parent)
@@ -221,8 +224,18 @@ class LeafOrder:
         seat.stamp = stamp
         self.readmit((seat,))
 
-    def _link(self, seat: Seat, parent_key: ChunkKey) -> None:
-        """Make ``seat``, which has no parent, a child of ``parent_key``, which may be absent."""
+    def _parent(self, seat: Seat) -> Seat | None:
+        """Whom it is counted under, if that one is resident."""
+        parent = seat.link
+        if parent is None or parent.stamp:
+            return parent
+        assert seat.parent is not None, "what is linked has a parent"
+        return self._find(seat.parent)
+
+    def _link(self, seat: Seat) -> None:
+        """Make ``seat``, which is not linked, a child of its parent, which may be absent."""
+        parent_key = seat.parent
+        assert parent_key is not None
         parent = self._find(parent_key)
         if seat.n_children or parent is seat or seat.key == parent_key:
             # Only a chunk with children can be its own ancestor. Keys that say so are nonsense, not a reason to loop.
@@ -231,11 +244,12 @@ class LeafOrder:
                 if ancestor == seat.key:
                     return
                 above = self._find(ancestor)
-                ancestor = above.link if above is not None else None
-        seat.link = parent_key
+                ancestor = above.parent if above is not None and above.link is not None else None
         if parent is None:
+            seat.link = _ABSENT
             self._absent[parent_key] = self._absent.get(parent_key, 0) + 1
             return
+        seat.link = parent
         parent.n_children += 1
         if parent.heaped is not None:
             self._heap.drop(parent)
@@ -274,7 +288,7 @@ class LeafOrder:
         """Take out who leaves first."""
         line = self._line
         number: float = self._front
-        while line and ((seat := line[0]).stamp != number or seat.held or seat.n_children):
+        while line and ((seat := line[0]).stamp != number or seat.holds or seat.n_children):
             line.popleft()
             number += 1
         early = self._take(number if line else inf)
@@ -287,7 +301,7 @@ class LeafOrder:
         """Take the first off the heap that is not held, if its stamp is less than ``below``."""
         heap = self._heap
         while heap.entries and (seat := heap.take(below)) is not None:
-            if not seat.held:
+            if not seat.holds:
                 return seat
             heap.drop(seat)
         return None
@@ -302,18 +316,20 @@ class LeafOrder:
     def _named(self, seat: Seat, walk: _Walk) -> None:
         """Its parent is a leaf as soon as all its children have been named, as if they had left."""
         self._heap.check(walk.turn)
-        link = seat.link
-        if link is None or (parent := self._find(link)) is None:
+        parent = self._parent(seat)
+        if parent is None:
             return
-        n_left = walk.n_left[link] = walk.n_left.get(link, parent.n_children) - 1
-        if not n_left and not parent.held and not walk.number < parent.stamp < LAST:
+        n_left = walk.n_left[parent.key] = walk.n_left.get(parent.key, parent.n_children) - 1
+        if not n_left and not parent.holds and not walk.number < parent.stamp < LAST:
             # Its descendants' stamps play no part here: they have all been the oldest, so they delay nothing.
             heappush(walk.freed, (parent.stamp, parent))
 
-    def _child_left(self, key: ChunkKey, stamp: int) -> None:
-        """Tell a parent that a child with this stamp has left."""
-        parent = self._seats.get(key)
-        if parent is None or not parent.stamp:
+    def _child_left(self, seat: Seat, stamp: int) -> None:
+        """Tell the parent that ``seat`` is linked to that this child, which had that stamp, has left."""
+        parent = self._parent(seat)
+        if parent is None:
+            key = seat.parent
+            assert key is not None, "what is linked has a parent"
             n_left = self._absent[key] = self._absent[key] - 1
             if not n_left:
                 del self._absent[key]

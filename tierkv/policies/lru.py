@@ -33,8 +33,8 @@ class LRU(LeafOrder):
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         own, known = self._own, self._seats
         if own is not None and len(chunks) == 1 and chunks[0][0] not in known:
-            new = own[chunks[0][0]] = Seat(chunks[0][0])
-            self._seat_one(new, chunks[0])
+            new = own[chunks[0][0]] = Seat(chunks[0][0], chunks[0][1])
+            self._seat_one(new)
             return
         seats: list[Seat] = []
         for chunk in chunks:
@@ -44,7 +44,7 @@ class LRU(LeafOrder):
                 assert own is not None, "who lends seats has entered the chunk's"
                 seat = own[key] = Seat(key)
             seats.append(seat)
-        self.seat(seats, chunks)
+        self._rank(seats, [chunk[1] for chunk in chunks])
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         known = self._seats
@@ -73,7 +73,8 @@ class LRU(LeafOrder):
         self.touch(seats)
         for seat, parent_key in reversed(late):
             if seat.link is None:
-                self._link(seat, parent_key)
+                seat.parent = parent_key
+                self._link(seat)
 
     def refresh(self, chunks: Sequence[Chunk]) -> None:
         """Recency is all there is here: the same as a use."""
@@ -97,16 +98,19 @@ class LRU(LeafOrder):
                 self._line.append(seat)
             self._move(seat, LAST + seat.stamp)
 
-    def seat(self, seats: Sequence[Seat], chunks: Sequence[Chunk]) -> None:
+    def seat(self, seats: Sequence[Seat]) -> None:
         """Rank new chunks, and such as are here already, as the newest, the first of them above all."""
         if len(seats) == 1 and not seats[0].stamp:
-            self._seat_one(seats[0], chunks[0])
-            return
+            self._seat_one(seats[0])
+        else:
+            self._rank(seats, [seat.parent for seat in seats])
+
+    def _rank(self, seats: Sequence[Seat], parents: Sequence[ChunkKey | None]) -> None:
         base, absent = self._stamp, self._absent
         stamp = self._stamp = base + len(seats)
         self._line.extend(reversed(seats))
         before: Seat | None = None
-        for seat, chunk in zip(seats, chunks, strict=True):
+        for seat, parent_key in zip(seats, parents, strict=True):
             if not seat.stamp:
                 seat.stamp = stamp
                 self._n_resident += 1
@@ -117,32 +121,32 @@ class LRU(LeafOrder):
                 if seat.heaped is not None:
                     self._heap.drop(seat)
             stamp -= 1
-            parent_key = chunk[1]
             if parent_key is not None and seat.link is None:
+                seat.parent = parent_key
                 if before is not None and before.key == parent_key and before is not seat and not seat.n_children:
                     # The usual case, a chain in order: without children it cannot be an ancestor of the one before.
-                    seat.link = parent_key
+                    seat.link = before
                     before.n_children += 1
                 else:
-                    self._link(seat, parent_key)
+                    self._link(seat)
             before = seat
         if self._stamp > self._tidy_at:
             self._shorten()
 
-    def _seat_one(self, seat: Seat, chunk: Chunk) -> None:
+    def _seat_one(self, seat: Seat) -> None:
         """The same for one new chunk: what a request in pieces of 1 pays each time."""
         self._n_resident += 1
         self._stamp = seat.stamp = stamp = self._stamp + 1
         self._line.append(seat)
         if self._absent:
             seat.n_children = self._absent.pop(seat.key, 0)
-        parent_key = chunk[1]
+        parent_key = seat.parent
         if parent_key is not None:
             parent = self._seats.get(parent_key)
             if parent is None or not parent.stamp or parent.heaped is not None or seat.n_children or parent is seat:
-                self._link(seat, parent_key)
+                self._link(seat)
             else:
-                seat.link = parent_key
+                seat.link = parent
                 parent.n_children += 1
         if stamp > self._tidy_at:
             self._shorten()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from tierkv._hierarchy import Hierarchy
+from tierkv._level import LevelPlan
 from tierkv.types import Outcome, Reason, Status, TransferKind
 
 
 class EpochHierarchy(Hierarchy):
     """A hierarchy whose lower levels can begin again under another namespace."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, plans: Sequence[LevelPlan], *, recycles: bool = True, **options: bool) -> None:
+        super().__init__(plans, recycles=recycles, **options)
         self._disowned: set[int] = set()
         """Transfers of an earlier epoch that hang: they keep their slots, and nothing they say is believed."""
 

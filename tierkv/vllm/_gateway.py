@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from tierkv._entry import GONE, Entry
+from tierkv._level import LevelPlan
 from tierkv.protocols import Admission
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, TransferKind
 from tierkv.vllm._books import EpochHierarchy
@@ -47,8 +48,8 @@ class Rows:
 class GatewayHierarchy(EpochHierarchy):
     """A hierarchy over a shadow primary: it tells which of the primary's entries no copy touches any more."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, plans: Sequence[LevelPlan], **options: bool) -> None:
+        super().__init__(plans, recycles=False, **options)  # vLLM's jobs keep them until they are told of their ends
         self._done: list[Entry] = []
 
     def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:

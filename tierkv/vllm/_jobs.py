@@ -76,7 +76,7 @@ class Jobs:
             return [entries[0].key], self.open_store_of_one(entries[0], request, generation)
         ticket, group = next(self._tickets), self._only_group
         keys, slots = [entry.key for entry in entries], tuple([entry.slot for entry in entries])
-        groups = tuple([entry.chunk.group for entry in entries]) if group is None else (group,) * len(slots)
+        groups = tuple([entry.group for entry in entries]) if group is None else (group,) * len(slots)
         self._stores[frozenset(keys)] = StoreJob(ticket, entries, slots, request)
         return keys, SlotSpec(slots, (ticket,) * len(slots), generation, groups)
 
@@ -84,7 +84,7 @@ class Jobs:
         """:meth:`open_store` for one entry: what a request in pieces of 1 pays each time."""
         ticket, slots = next(self._tickets), (entry.slot,)
         self._stores[entry.key] = _make_job(StoreJob, (ticket, (entry,), slots, request))
-        return SlotSpec(slots, (ticket,), generation, (entry.chunk[2],))
+        return SlotSpec(slots, (ticket,), generation, (entry.group,))
 
     def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
@@ -92,7 +92,7 @@ class Jobs:
         self._hierarchy.primary.hold(*entries)
         self._loads.setdefault(_name(keys), []).append(LoadJob(ticket, entries))
         slots = tuple([entry.slot for entry in entries])
-        groups = tuple([entry.chunk.group for entry in entries]) if group is None else (group,) * len(slots)
+        groups = tuple([entry.group for entry in entries]) if group is None else (group,) * len(slots)
         return SlotSpec(slots, (ticket,) * len(slots), generation, groups)
 
     # -- end ----------------------------------------------------------------------------------------------------

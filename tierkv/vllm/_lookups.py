@@ -154,7 +154,7 @@ class Lookups:
         if self._n_available() <= self._store_reserve:
             self._metrics.promotion_refused += 1
             return self._missed(key)
-        before = self._answered.entries[-1].chunk.key if len(self._answered.entries) > self._boundary else None
+        before = self._answered.entries[-1].key if len(self._answered.entries) > self._boundary else None
         if before is not None and before[-4:] != key[-4:]:
             before = None
         chunk = self._maker.one(key, request, before)

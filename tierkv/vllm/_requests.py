@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter, itemgetter
+from itertools import groupby, islice
+from operator import attrgetter, itemgetter, lt
 from typing import Any, NamedTuple
 
-from tierkv._ledger import GONE, PENDING, Entry
+from tierkv._entry import GONE, PENDING, Entry, Kinds, Run
 from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm._wishes import NOTHING, Wishes
 
 _SUFFIX = slice(-4, None)
-_link = attrgetter("link")
+_parent = attrgetter("parent")
 _NO_TAIL: tuple[int, ChunkKey | None] = (0, None)
 _Position = Callable[[Any], int | None]
 _make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
@@ -119,6 +119,21 @@ class ChunkMaker:
                 tails[group_id] = (before, parent)
         return chunks
 
+    def run(self, keys: Sequence[ChunkKey], request: Request, kinds: Kinds) -> Run | None:
+        """:meth:`make` by column, cheaply, for keys of one group that come in order; None: they do not, or may not."""
+        if request.position is None or self._only is None:
+            return None
+        ends: list[Any] = [*map(request.position, keys)]
+        group_id, _, sliding, nbytes = self._only
+        before, parent = request.tails.get(group_id, _NO_TAIL)
+        if None in ends or not (before < ends[0] and all(map(lt, ends, islice(ends, 1, None)))):
+            return None
+        if sliding:
+            parent = None
+        else:
+            request.tails[group_id] = (ends[-1], keys[-1])
+        return Run(keys, ends, parent, not sliding, kinds.of((group_id, nbytes, request.tenant, False)))
+
     def make_one(self, key: ChunkKey, request: Request) -> Chunk:
         """:meth:`make` for one key where there is one group: what a request in pieces of 1 pays each time."""
         assert self._only is not None
@@ -139,13 +154,12 @@ class ChunkMaker:
     def learned(self, entries: Sequence[Entry], request: Request) -> Sequence[Chunk] | None:
         """Chunks about to be loaded, made again where entries that a scan found know too little; None: they know all.
 
-        What they know is looked up in the chunks as little as possible: those lie elsewhere in memory, mostly cold.
         """
         group = self._only
-        if group is None or not entries or not entries[0].chunk.end_token or not _is_chain(entries):
+        if group is None or not entries or not entries[0].end_token or not _is_chain(entries):
             return self.make([entry.key for entry in entries], request)
         if not group.sliding:
-            request.tails[group.group_id] = (entries[-1].chunk.end_token, entries[-1].key)
+            request.tails[group.group_id] = (entries[-1].end_token, entries[-1].key)
         return None
 
     def one(self, key: ChunkKey, request: Request, parent: ChunkKey | None) -> Chunk:
@@ -157,8 +171,7 @@ class ChunkMaker:
 
 def _is_chain(entries: Sequence[Entry]) -> bool:
     """Whether all know a parent but perhaps the first, of which a head may have none."""
-    behind = entries[1:]
-    return all(map(_link, behind)) or all(entry.chunk[1] for entry in behind)
+    return all(map(_parent, islice(entries, 1, None)))
 
 
 def _call_order(request: Request, maker: ChunkMaker) -> Callable[[Any], int]:
@@ -192,7 +205,7 @@ class Leases:
     def n_held_pending(self) -> int:
         """Leased entries that no copy has filled yet: they are counted as held and as pending."""
         if self._pending:
-            self._pending = {i: e for i, e in self._pending.items() if e.state is PENDING and e.holds}
+            self._pending = {i: e for i, e in self._pending.items() if e.state is PENDING and e.n_pins}
         return len(self._pending)
 
     def renew(self, request: Request, entries: Sequence[Entry]) -> None:

@@ -27,12 +27,12 @@ class Answered(Collection[ChunkKey]):
 
     def __contains__(self, key: object) -> bool:
         if self._n_keys < len(self.entries):
-            self._keys.update(entry.chunk.key for entry in self.entries[self._n_keys :])
+            self._keys.update(entry.key for entry in self.entries[self._n_keys :])
             self._n_keys = len(self.entries)
         return key in self._keys
 
     def __iter__(self) -> Iterator[ChunkKey]:
-        return iter({entry.chunk.key for entry in self.entries})
+        return iter({entry.key for entry in self.entries})
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -86,4 +86,4 @@ class Scan:
         return [answered[place] for place in places if not self._is_void(place, answered[place])]
 
     def _is_void(self, place: int, entry: Entry) -> bool:
-        return any(start <= place < end and entry.chunk.group == group for start, end, group in self._void)
+        return any(start <= place < end and entry.group == group for start, end, group in self._void)

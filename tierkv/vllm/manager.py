@@ -122,8 +122,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         """
         reached = request.accessed_to
         if reached:
-            told = learned or [entry.chunk for entry in entries]
-            new = [chunk.end_token > reached.get(chunk.group, 0) for chunk in told]
+            new = [told.end_token > reached.get(told.group, 0) for told in learned or entries]
             entries = list(compress(entries, new))
             learned = learned and list(compress(learned, new))
         if not entries:
@@ -138,8 +137,8 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             below = [(entry, chunk) for chunk in told if (entry := get(chunk.key)) is not None]
             if below:
                 level.ledger.access(below)
-        last = entries if self._many_groups else entries[-1:]
-        self._reached(request, learned or [entry.chunk for entry in last])
+        for last in learned or entries if self._many_groups else (learned or entries)[-1:]:
+            self._reached(request, last.group, last.end_token)
 
     def _count_hits(self, keys: Collection[ChunkKey], request: Request) -> None:
         n_below = sum(key in request.promoted for key in keys) if request.promoted else 0
@@ -161,26 +160,27 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         if len(keys) == 1 and not self._many_groups and page is not None and request.hole is None:
             (key,) = keys
             return self._prepare_one(key, request, page)
-        chunks = self._maker.make(keys, request)
+        run = self._maker.run([*keys], request, self._primary.kinds) if keys else None
+        if run is not None and page is not None and request.hole is None:
+            entries = self.hierarchy.offer_run(run, self._answered)
+            if entries is not None:
+                self._reached(request, run.kind.group, run.end_tokens[-1])
+                return self._give(entries, request, page)
+        chunks = self._maker.make(keys, request) if run is None else run.chunks()
         if page is None:
             self._refuse(chunks, Reason.CLOSED)
             return _nothing()
         if request.hole is not None:
             chunks = self._reachable(chunks, request)
-        entries: Sequence[Entry] | None = None
-        if not self._many_groups:
-            entries = self.hierarchy.offer_new(chunks, self._answered)
-        return self._prepared(keys, chunks, entries, request, page)
+        return self._prepared(keys, chunks, request, page)
 
     def _prepare_one(self, key: ChunkKey, request: Request, page: ControlPage) -> PrepareStoreOutput:
         """One chunk, new and with room for it: the usual case where requests come in pieces of 1, cheaply."""
         chunk = self._maker.make_one(key, request)
         entry = self.hierarchy.offer_one(chunk, self._answered)
         if entry is None:
-            return self._prepared((key,), [chunk], None, request, page)
-        _, _, group, end_token, _, _, _ = chunk
-        if end_token > request.accessed_to.get(group, 0):
-            request.accessed_to[group] = end_token
+            return self._prepared((key,), [chunk], request, page)
+        self._reached(request, chunk[2], chunk[3])
         self._metrics.allocations.append(1)
         return PrepareStoreOutput([key], self._jobs.open_store_of_one(entry, request, page.generation), [])
 
@@ -188,19 +188,22 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         self,
         keys: Collection[ChunkKey],
         chunks: Sequence[Chunk],
-        entries: Sequence[Entry] | None,
         request: Request,
         page: ControlPage,
     ) -> PrepareStoreOutput:
-        """Open a store of what was given room; offer the chunks where that takes more than free slots."""
-        if entries is None:
-            entries = self._offer(chunks, request)
-        self._reached(request, chunks)
+        """Offer chunks, and open a store of what was given room."""
+        entries = self._offer(chunks, request)
+        for chunk in chunks if self._many_groups else chunks[-1:]:
+            self._reached(request, chunk.group, chunk.end_token)
         if not entries:
             return _nothing()
         if self._many_groups:
             by_key = {entry.key: entry for entry in entries}
             entries = [by_key[key] for key in dict.fromkeys(keys) if key in by_key]
+        return self._give(entries, request, page)
+
+    def _give(self, entries: Sequence[Entry], request: Request, page: ControlPage) -> PrepareStoreOutput:
+        """Open a store into reserved slots."""
         self._metrics.allocations.append(len(entries))
         stored, spec = self._jobs.open_store(entries, request, page.generation)
         return PrepareStoreOutput(stored, spec, [])
@@ -221,13 +224,10 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             self._used(ready, None, request)
         return offer.reserved
 
-    def _reached(self, request: Request, chunks: Sequence[Chunk]) -> None:
-        """Storing is a use as well; chunks of one group come in order."""
-        reached = request.accessed_to
-        for chunk in chunks if self._many_groups else chunks[-1:]:
-            group, end_token = chunk[2], chunk[3]  # by number: every offer comes by
-            if end_token > reached.get(group, 0):
-                reached[group] = end_token
+    def _reached(self, request: Request, group: int, end_token: int) -> None:
+        """This request's use of a group was reported that far; storing is a use as well."""
+        if end_token > request.accessed_to.get(group, 0):
+            request.accessed_to[group] = end_token
 
     def _reachable(self, chunks: list[Chunk], request: Request) -> list[Chunk]:
         """Refuse what lies behind the request's hole, unless the hole was filled meanwhile."""

@@ -178,7 +178,7 @@ class TierKVSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         job, chunks, rows = self._begin(job_metadata, is_load=False)
         offer = self.hierarchy.offer(chunks)
         for entry in offer.reserved:
-            self._rows.point(entry.slot, rows[entry.chunk.key])
+            self._rows.point(entry.slot, rows[entry.key])
             self._open[entry] = job
         job.n_left = len(offer.reserved)
         job.n_bad = len(offer.refused)
@@ -216,7 +216,7 @@ class TierKVSecondaryTier(SecondaryTierManager):  # type: ignore[misc]
         self._below.send(self.hierarchy.take_transfers())
 
     def _count(self, job: Job, entry: Entry) -> None:
-        key = entry.chunk.key
+        key = entry.key
         if job.is_load:
             arrived = entry.stored
         else:
