@@ -32,9 +32,10 @@ class State(Enum):
 PENDING, READY, GONE = State.PENDING, State.READY, State.GONE
 OWNED: Final = 1
 STORED: Final = 2
-WRITING: Final = 4
-PROMOTED: Final = 8
-DEMOTE_REFUSED: Final = 16
+PROMOTED: Final = 4
+DEMOTE_REFUSED: Final = 8
+WRITER: Final = 1 << 20
+"""What a copy into an entry adds to its holds, so that those that are not its writer's can be told from that one."""
 _make = tuple.__new__  # half the cost of Chunk(...)
 
 
@@ -103,7 +104,7 @@ class _Flag:
     def __get__(self, entry: Entry, _: type[Entry]) -> bool:
         return entry.flags & self._bit != 0
 
-    def __set__(self, entry: Entry, value: bool) -> None:
+    def __set__(self, entry: Entry, value: bool) -> None:  # noqa: FBT001
         entry.flags = entry.flags | self._bit if value else entry.flags & ~self._bit
 
 
@@ -111,15 +112,13 @@ class Entry(Seat):
     """One chunk at one level. A handle: it outlives the key's stay in the index, so late completions stay harmless.
 
     Where the level's policy can rank entries, it keeps what it knows in the fields of :class:`~tierkv.protocols.Seat`.
-    ``holds`` counts leases, copies out of it, and the copy into it: while positive it is no victim, and its space is
-    not reused.
+    ``holds`` counts leases and copies out of it, and :data:`WRITER` for the copy into it: while positive it is no
+    victim, and its space is not reused.
     """
 
     __slots__ = ("charge_nbytes", "end_token", "flags", "generation", "kind", "slot", "state")
 
     owned = _Flag(OWNED)
-    writing = _Flag(WRITING)
-    """A copy into it has not ended; it is one of ``holds``."""
     stored = _Flag(STORED)
     """The medium holds it: leaving takes a deletion where the level is not the primary."""
     promoted = _Flag(PROMOTED)
@@ -133,8 +132,8 @@ class Entry(Seat):
         self.kind = kind
         self.charge_nbytes = charge_nbytes
         self.state = state
-        self.flags = (OWNED if owned else 0) | (WRITING if state is PENDING else STORED)
-        self.holds = int(state is PENDING)
+        self.flags = (OWNED if owned else 0) | (STORED if state is READY else 0)
+        self.holds = WRITER if state is PENDING else 0
         self.slot: int = -1
         self.generation: int = 0
 
@@ -156,7 +155,12 @@ class Entry(Seat):
     @property
     def n_pins(self) -> int:
         """Leases and copies out of it."""
-        return self.holds - self.writing
+        return self.holds % WRITER
+
+    @property
+    def writing(self) -> bool:
+        """A copy into it has not ended."""
+        return self.holds >= WRITER
 
     @property
     def settled(self) -> bool:
@@ -169,7 +173,7 @@ class Entry(Seat):
 
     def __repr__(self) -> str:
         flags = f"{' writing' if self.writing else ''}{'' if self.owned else ' foreign'}"
-        return f"<Entry {self.key.hex()[:12]} {self.state.value} slot={self.slot} holds={self.holds}{flags}>"
+        return f"<Entry {self.key.hex()[:12]} {self.state.value} slot={self.slot} pins={self.n_pins}{flags}>"
 
 
 def of_its_tenant(chunk: Chunk, tenant: str) -> Chunk:

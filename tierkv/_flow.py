@@ -66,7 +66,6 @@ class Flow:
         level, above, entry = self.levels[flight.transfer.target], self.levels[flight.transfer.source], flight.target
         assert entry is not None
         if outcome.ok:
-            entry.stored = True
             self._unstick(level, entry.key)
         if entry.state is PENDING and outcome.ok:
             level.ledger.commit((entry,))
@@ -75,6 +74,8 @@ class Flow:
             level.counts.written_nbytes += entry.nbytes
             self._emit(level, EventKind.STORED, entry)
         else:
+            if outcome.ok:
+                entry.stored = True
             if entry.state is not GONE:
                 self._leave(level, entry, reason_of(outcome))
             if ended:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from tierkv._flow import NOTHING, PATIENCE, Flow
 from tierkv._entry import Entry, Run
+from tierkv._flow import NOTHING, PATIENCE, Flow
 from tierkv._level import LevelPlan
 from tierkv.types import Chunk, ChunkKey, Reason
 

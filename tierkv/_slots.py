@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
-from tierkv._entry import OWNED, PENDING, WRITING, Entry, Kinds, Run
+from tierkv._entry import OWNED, PENDING, WRITER, Entry, Kinds, Run
 from tierkv.types import Chunk
-
-_NEW: Final = OWNED | WRITING
 
 
 class Slots:
@@ -52,8 +49,8 @@ class Slots:
             entry.end_token = end_token
             entry.kind = kind
             entry.state = PENDING
-            entry.flags = _NEW
-            entry.holds = 1
+            entry.flags = OWNED
+            entry.holds = WRITER
             entry.generation = generation
         return entries
 
@@ -67,8 +64,8 @@ class Slots:
         entry.end_token = end_token
         entry.kind = kinds.of((group, nbytes, tenant, partial))
         entry.state = PENDING
-        entry.flags = _NEW
-        entry.holds = 1
+        entry.flags = OWNED
+        entry.holds = WRITER
         self.generation = entry.generation = self.generation + 1
         return entry
 
@@ -104,9 +101,7 @@ class Slots:
             assert entry.charge_nbytes == self.slot_nbytes
 
 
-def fitting(
-    chunks: Iterable[Chunk], free_nbytes: int, charge: Callable[[Chunk], int], kinds: Kinds
-) -> list[Entry]:
+def fitting(chunks: Iterable[Chunk], free_nbytes: int, charge: Callable[[Chunk], int], kinds: Kinds) -> list[Entry]:
     """PENDING entries for the leading chunks that fit into the free bytes of a level without slots."""
     taken: list[Entry] = []
     nbytes, charge_nbytes = -1, 0

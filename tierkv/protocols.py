@@ -212,14 +212,13 @@ class Seat:
     parent: ChunkKey | None
     """Key of its chunk's parent, or None at a head or while it is unknown. Its owner says so."""
     holds: int
-    """While positive it may not leave. Its owner says so; whoever takes the last one back tells :meth:`Seating.readmit`.
-    """
+    """While positive it may not leave. Its owner says so, and tells :meth:`Seating.readmit` of the last one's end."""
     stamp: int
     """The order's, as is all that follows: 0 while it does not rank it; the higher, the later it leaves."""
     n_children: int
     link: Seat | None
-    """The parent that it is counted under as a child. One without a stamp has left, or has yet to come; then whoever has
-    its key is meant."""
+    """The parent that it is counted under as a child. If that one has no stamp, whoever comes to have its key is meant.
+    """
     heaped: list[Any] | None
     """Its place in the order's heap."""
 

@@ -39,6 +39,8 @@ _SLACK = 64
 """The line has no more than two places a chunk and some, beyond which its front goes on."""
 _LATE = 4096
 """Uses after which it is looked at again at the latest: so many places may be passed in one go."""
+_PLACES_AT_ONCE = 64
+"""Of the line that an eviction takes together: it puts back those behind one at which it cannot simply go on."""
 _ABSENT = Seat(ChunkKey(b""))
 """What is linked to it waits for a parent that has yet to come."""
 
@@ -175,41 +177,59 @@ class LeafOrder:
         if not self._n_resident:
             self._line.clear()
 
-    def evict_seats(self, n_chunks: int) -> list[Seat]:  # noqa: C901 - one loop, which every chunk that leaves comes by
+    def evict_seats(self, n_chunks: int) -> list[Seat]:
         """Forget the ``n_chunks`` that :meth:`victims` would name first, or all it would name; in order."""
-        number = self._begin() - 1
+        self._begin()
         line, waiting = self._line, self._heap.entries
         gone: list[Seat] = []
-        while len(gone) < n_chunks:
-            if not waiting and line:
-                seat = line.popleft()
-                number += 1
-                if seat.stamp != number or seat.holds or seat.n_children:
-                    continue
+        while len(gone) < n_chunks and (waiting or line):
+            if not waiting:
+                self._evict_places(gone, n_chunks)
             elif (first := self._first()) is not None:
-                seat, number = first, self._front - 1
+                self._evict_up(first, self._front - 1, gone, n_chunks)
             else:
                 break
-            while True:  # up its chain; what _child_left() does is written out
-                gone.append(seat)
-                stamp, parent = seat.stamp, seat.link
-                seat.stamp = 0
-                if parent is None:
-                    break
-                if not parent.stamp:
-                    self._child_left(seat, stamp)
-                    break
-                parent.n_children -= 1
-                if stamp > parent.stamp:
-                    self._inherit(parent, stamp)
-                if parent.n_children or parent.holds or number < parent.stamp < LAST:
-                    break
-                if parent.stamp != stamp or len(gone) >= n_chunks:
-                    self._heap.add(parent)
-                    break
-                seat = parent  # with the stamp that was the lowest of all
         self._n_resident -= len(gone)
         return gone
+
+    def _evict_places(self, gone: list[Seat], n_chunks: int) -> None:
+        """Go on from the front of the line, while nobody waits in the heap. Every chunk that leaves comes by."""
+        line = self._line
+        places = [line.popleft() for _ in range(min(n_chunks - len(gone), len(line), _PLACES_AT_ONCE))]
+        for number, seat in enumerate(places, self._front - len(places)):
+            if seat.stamp != number or seat.holds or seat.n_children:
+                continue
+            parent = seat.link
+            if parent is not None:
+                if not number < parent.stamp < LAST:
+                    n_left = self._front - 1 - number
+                    line.extendleft(reversed(places[len(places) - n_left :]))
+                    self._evict_up(seat, number, gone, n_chunks)
+                    return
+                parent.n_children -= 1  # its own place is ahead
+            seat.stamp = 0
+            gone.append(seat)
+
+    def _evict_up(self, seat: Seat, number: int, gone: list[Seat], n_chunks: int) -> None:
+        """Forget a leaf, and up its chain who leaves with it: those whose stamps are no higher."""
+        while True:
+            gone.append(seat)
+            stamp, parent = seat.stamp, seat.link
+            seat.stamp = 0
+            if parent is None:
+                return
+            if not parent.stamp:
+                self._child_left(seat, stamp)
+                return
+            parent.n_children -= 1
+            if stamp > parent.stamp:
+                self._inherit(parent, stamp)
+            if parent.n_children or parent.holds or number < parent.stamp < LAST:
+                return
+            if parent.stamp != stamp or len(gone) >= n_chunks:
+                self._heap.add(parent)
+                return
+            seat = parent  # with the stamp that was the lowest of all
 
     # -- for subclasses -----------------------------------------------------------------------------------------
 

@@ -109,17 +109,19 @@ class LRU(LeafOrder):
         base, absent = self._stamp, self._absent
         stamp = self._stamp = base + len(seats)
         self._line.extend(reversed(seats))
+        self._n_resident += len(seats)
         before: Seat | None = None
         for seat, parent_key in zip(seats, parents, strict=True):
             if not seat.stamp:
                 seat.stamp = stamp
-                self._n_resident += 1
                 if absent:
                     seat.n_children = absent.pop(seat.key, 0)
-            elif seat.stamp <= base or seat.stamp >= LAST:
-                seat.stamp = stamp
-                if seat.heaped is not None:
-                    self._heap.drop(seat)
+            else:
+                self._n_resident -= 1
+                if seat.stamp <= base or seat.stamp >= LAST:
+                    seat.stamp = stamp
+                    if seat.heaped is not None:
+                        self._heap.drop(seat)
             stamp -= 1
             if parent_key is not None and seat.link is None:
                 seat.parent = parent_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
-from operator import attrgetter, itemgetter, lt
+from operator import itemgetter, lt
 from typing import Any, NamedTuple
 
 from tierkv._entry import GONE, PENDING, Entry, Kinds, Run
@@ -12,7 +12,6 @@ from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm._wishes import NOTHING, Wishes
 
 _SUFFIX = slice(-4, None)
-_parent = attrgetter("parent")
 _NO_TAIL: tuple[int, ChunkKey | None] = (0, None)
 _Position = Callable[[Any], int | None]
 _make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
@@ -152,9 +151,7 @@ class ChunkMaker:
             yield self._groups[suffix], run
 
     def learned(self, entries: Sequence[Entry], request: Request) -> Sequence[Chunk] | None:
-        """Chunks about to be loaded, made again where entries that a scan found know too little; None: they know all.
-
-        """
+        """Chunks about to be loaded, made again where entries that a scan found know too little. None: all is known."""
         group = self._only
         if group is None or not entries or not entries[0].end_token or not _is_chain(entries):
             return self.make([entry.key for entry in entries], request)
@@ -171,7 +168,7 @@ class ChunkMaker:
 
 def _is_chain(entries: Sequence[Entry]) -> bool:
     """Whether all know a parent but perhaps the first, of which a head may have none."""
-    return all(map(_parent, islice(entries, 1, None)))
+    return None not in [entry.parent for entry in islice(entries, 1, None)]
 
 
 def _call_order(request: Request, maker: ChunkMaker) -> Callable[[Any], int]:

@@ -100,9 +100,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
     def prepare_load(self, keys: Collection[ChunkKey], req_context: ReqContext) -> SlotSpec:
         """Pin chunks that were answered as hits in this step, until ``complete_load``."""
         entries: list[Any] = [*map(self._get, keys)]
-        assert not [entry for entry in entries if entry is None or entry.state is not READY], (
-            "vLLM loads this step's hits only"
-        )
+        assert [entry.state for entry in entries].count(READY) == len(entries), "vLLM loads this step's hits only"
         page = self._joined or self._join()
         request = self._request(req_context)
         spec = self._jobs.open_load(keys, entries, page.generation if page is not None else 0)
