@@ -118,15 +118,15 @@ OURS: Final = [
     Mutant(
         "a held leaf is climbed past",
         POLICIES + "_leaf_order.py",
-        "                if parent.n_children or parent.held or number",
-        "                if parent.n_children or number",
+        "            if parent.n_children or parent.holds or number",
+        "            if parent.n_children or number",
         "pytest tests/property/test_lru.py -k up_to_what_is_held",
     ),
     Mutant(
         "a climb overtakes an older leaf",
         POLICIES + "_leaf_order.py",
-        "                if parent.stamp != stamp or len(gone) >= n_chunks:\n",
-        "                if len(gone) >= n_chunks:\n",
+        "            if parent.stamp != stamp or len(gone) >= n_chunks:\n",
+        "            if len(gone) >= n_chunks:\n",
         "pytest tests/property/test_lru.py -k overtakes_nobody",
     ),
     Mutant(
@@ -188,8 +188,8 @@ OURS: Final = [
     Mutant(
         "a parent that is known late is not linked",
         POLICIES + "lru.py",
-        "            if seat.link is None:\n                self._link(seat, parent_key)\n",
-        "            pass\n",
+        "            if seat.link is None:\n                seat.parent = parent_key\n",
+        "            if False:\n                seat.parent = parent_key\n",
         "check_policy(LRU, leaves=True)",
     ),
     Mutant(
@@ -280,8 +280,8 @@ OURS: Final = [
     Mutant(
         "a lifetime ends with the copy",
         "tierkv/_hinted.py",
-        "                    self.limit(chunk.key, until_s, held=False)\n",
-        "                    pass\n",
+        "                self.limit(key, until_s, held=False)\n",
+        "                pass\n",
         "pytest tests/unit/test_hints.py -k lifetime_goes",
     ),
     Mutant(

@@ -14,9 +14,9 @@ in the entry's own fields, and the chunk is made again for whoever asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from itertools import chain, islice
+from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from tierkv.protocols import Seat
@@ -81,16 +81,14 @@ class Run(NamedTuple):
     """Each other's parent is the one before it. False: no chunk has a parent."""
     kind: Kind
 
-    def parents(self) -> Iterator[ChunkKey | None]:
-        return chain((self.parent,), self.keys if self.chained else [None] * len(self.keys))
+    def parents(self) -> Iterable[ChunkKey | None]:
+        """Of each key, and more."""
+        return chain((self.parent,), self.keys) if self.chained else repeat(None)
 
     def chunks(self) -> list[Chunk]:
         group, nbytes, tenant, partial = self.kind
         columns = zip(self.keys, self.parents(), self.end_tokens, strict=False)
         return [_make(Chunk, (key, parent, group, end, nbytes, tenant, partial)) for key, parent, end in columns]
-
-    def first(self, n_chunks: int) -> Run:
-        return self._replace(keys=self.keys[:n_chunks], end_tokens=list(islice(self.end_tokens, n_chunks)))
 
 
 class _Flag:

@@ -189,7 +189,7 @@ class Hierarchy(Room):
             self.levels[where].counts.hits += 1
 
     def hold(self, *entries: Entry) -> None:
-        """Pin primary entries, pending or ready, until :meth:`release`."""
+        """Pin primary entries, pending or ready, each named once, until :meth:`release`."""
         self.primary.hold(*entries)
 
     def release(self, *entries: Entry) -> None:

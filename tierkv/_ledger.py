@@ -8,7 +8,6 @@ States of an entry are in :mod:`tierkv._entry`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -131,7 +130,7 @@ class Ledger:
         if slots is None:
             taken = fitting(chunks, self.free_nbytes, self.charge, self.kinds)
         else:
-            taken = [slots.fill_one(chunk, self.kinds) for chunk in chunks[: slots.n_free]]
+            taken = slots.fill_each(chunks, self.kinds)
         if taken:
             self._enter(taken)
             self._order.insert(taken, chunks if len(taken) == len(chunks) else chunks[: len(taken)])
@@ -236,25 +235,25 @@ class Ledger:
             self._order.access(entries, learned=False)
 
     def hold(self, *entries: Entry) -> None:
-        """Ban their eviction and the reuse of their space until the matching :meth:`release`."""
+        """Ban their eviction and the reuse of their space until the matching :meth:`release`. Each is named once."""
         for entry in entries:
             entry.holds += 1
         fresh: Sequence[Entry] = entries
         if [entry.holds for entry in entries].count(1) < len(entries):
-            fresh = [entry for entry, n in Counter(entries).items() if entry.n_pins == n]
+            fresh = [entry for entry in entries if entry.n_pins == 1]
         if fresh:
             self.n_held += len(fresh)
             self.held_nbytes += self._charged(fresh)
             self._order.hold(fresh)
 
     def release(self, *entries: Entry) -> None:
-        """Take back one hold of each."""
+        """Take back one hold of each, named once."""
         for entry in entries:
             entry.holds -= 1
         idle: Sequence[Entry] = entries
         if any([entry.holds for entry in entries]):  # noqa: C419 - a generator takes twice as long
             assert all(entry.n_pins < MANY for entry in entries), "each release matches a hold"
-            idle = [entry for entry in dict.fromkeys(entries) if not entry.n_pins]
+            idle = [entry for entry in entries if not entry.n_pins]
         if idle:
             self.n_held -= len(idle)
             self.held_nbytes -= self._charged(idle)

@@ -101,9 +101,7 @@ class LevelBooks:
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan, *, recycles: bool) -> None:
-        self.index = index
-        self.name = plan.name
-        self.plan = plan
+        self.index, self.name, self.plan = index, plan.name, plan
         self.ledger = Ledger(
             name=plan.name,
             capacity_nbytes=plan.capacity_nbytes,

@@ -54,6 +54,13 @@ class Slots:
             entry.generation = generation
         return entries
 
+    def fill_each(self, chunks: Sequence[Chunk], kinds: Kinds) -> list[Entry]:
+        """:meth:`fill` for chunks of any groups and kinds."""
+        entries = [self.fill_one(chunk, kinds) for chunk in chunks[: self.n_free]]
+        for entry in entries:
+            entry.generation = self.generation  # one number for all of them
+        return entries
+
     def fill_one(self, chunk: Chunk, kinds: Kinds) -> Entry:
         """:meth:`fill` for one chunk while a slot is free: what a request in pieces of 1 pays each time."""
         key, parent, group, end_token, nbytes, tenant, partial = chunk

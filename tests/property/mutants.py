@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "a shielded key is evicted",
         ROOM,
-        "if entry.chunk.key in shielded or entry.chunk.key in guarded:",
-        "if entry.chunk.key in guarded:",
+        "if entry.key in shielded or entry.key in guarded:",
+        "if entry.key in guarded:",
     ),
     Mutant(
         "a guarded key is evicted",
@@ -121,26 +121,26 @@ MUTANTS = [
     Mutant(
         "a parent leaves before the child that was passed over",
         LEDGER,
-        "                    blocked.add(entry.chunk.parent)\n",
+        "                    blocked.add(entry.parent)\n",
         "                    pass\n",
     ),
     Mutant(
         "a parent leaves before the child that is being demoted",
         FLOW,
-        "                staying.add(entry.chunk.parent)\n",
+        "                staying.add(entry.parent)\n",
         "                pass\n",
     ),
     Mutant(
         "a pending chunk is a victim",
         LEDGER,
-        "may = entry.state is READY and not entry.holds and ",
         "may = not entry.holds and ",
+        "may = not entry.n_pins and ",
     ),
     Mutant(
         "a held chunk is a victim",
         LEDGER,
-        "may = entry.state is READY and not entry.holds and ",
-        "may = entry.state is READY and ",
+        "may = not entry.holds and ",
+        "may = not entry.writing and ",
     ),
     Mutant(
         "the policy is not told of a hold",
@@ -158,9 +158,9 @@ MUTANTS = [
     Mutant(
         "a stored event is told twice",
         FLOW,
-        "            self._emit(level, EventKind.STORED, entry.chunk)\n        else:",
-        "            self._emit(level, EventKind.STORED, entry.chunk)\n"
-        "            self._emit(level, EventKind.STORED, entry.chunk)\n        else:",
+        "            self._emit(level, EventKind.STORED, entry)\n        else:\n            if outcome",
+        "            self._emit(level, EventKind.STORED, entry)\n"
+        "            self._emit(level, EventKind.STORED, entry)\n        else:\n            if outcome",
     ),
     Mutant(
         "a removal of what was never told",
@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "a late success stays on the medium",
         FLOW,
-        "            entry.stored = True\n            self._unstick",
-        "            self._unstick",
+        "            if outcome.ok:\n                entry.stored = True\n",
+        "",
     ),
     Mutant(
         "an eviction below frees its bytes before the deletion",
@@ -323,8 +323,8 @@ MUTANTS = [
     Mutant(
         "a rewritten chunk stays charged for its failed deletion",
         FLOW,
-        "            entry.stored = True\n            self._unstick(level, entry.chunk.key)\n",
-        "            entry.stored = True\n",
+        "        if outcome.ok:\n            self._unstick(level, entry.key)\n",
+        "",
     ),
     Mutant(
         "an eviction of many takes what was offered",

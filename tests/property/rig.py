@@ -103,7 +103,15 @@ class Held:
 
 
 class Rig:
-    def __init__(self, n_slots: int, policy: str, lowers: Sequence[LowerSetup], low_water: float = 0.0) -> None:
+    def __init__(
+        self,
+        n_slots: int,
+        policy: str,
+        lowers: Sequence[LowerSetup],
+        low_water: float = 0.0,
+        *,
+        recycles: bool = False,
+    ) -> None:
         self.clock = ManualClock()
         self.lowers = [Lower(setup) for setup in lowers]
         self.h, self.twin = (
@@ -115,6 +123,7 @@ class Rig:
                     *(lower.plan(i + 1, self.clock, low_water, twin=twin) for i, lower in enumerate(self.lowers)),
                 ],
                 record_events=True,
+                recycles=recycles,
             )
             for twin in (False, True)
         )

@@ -52,14 +52,15 @@ class HierarchyMachine(RuleBasedStateMachine):
         n_slots=st.integers(3, 8),
         policy=st.sampled_from(["lru", "lru_seats", "lru_seats", "lru_by_one", "fifo", "in_order", "fading", "fading"]),
         low_water=st.sampled_from([0.0, 0.1, 0.4]),
+        recycles=st.booleans(),
     )
-    def begin(self, data: st.DataObject, n_slots: int, policy: str, low_water: float) -> None:
+    def begin(self, data: st.DataObject, n_slots: int, policy: str, low_water: float, recycles: bool) -> None:
         lowers = [data.draw(setups, label=f"level {i + 1}") for i in range(self.n_lower)]
         if self.writes is not None:
             lowers = [LowerSetup(self.writes, *list(vars(lower).values())[1:]) for lower in lowers]
         self.policy = policy
         self.guards: list[list[ChunkKey]] = []
-        self.rig = Rig(n_slots, policy, lowers, low_water)
+        self.rig = Rig(n_slots, policy, lowers, low_water, recycles=recycles)
         left = data.draw(st.lists(st.sampled_from(KEYS), max_size=6), label="left by an earlier process")
         if self.rig.lowers[0].writable:
             self.rig.absorb(1, [(key, True, False) for key in left])

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 )
 
 from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ManualClock, ancestors, make_policy
+from tierkv._entry import Run
 from tierkv._hints import Hint, Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry, Ledger, State
 from tierkv.types import Chunk, ChunkKey
@@ -48,6 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     policy_name = "lru"
     slotted = True
+    recycles = False
 
     @initialize()
     def begin(self) -> None:
@@ -60,6 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
             charge=None if self.slotted else charge_of,
             n_slots=5 if self.slotted else None,
             slot_nbytes=SLOT,
+            recycles=self.recycles,
         )
         self.hints = Hints([self.ledger], self.clock)
         self.capacity = CAPACITY
@@ -105,12 +108,54 @@ class LedgerMachine(RuleBasedStateMachine):
         alone = self.slotted and len(chunks) == 1 and expected
         taken = [self.ledger.reserve_one(*chunks)] if alone else self.ledger.reserve(chunks)
         assert [entry.chunk for entry in taken] == expected
+        self.entered(taken)
+
+    @precondition(lambda self: self.slotted)
+    @rule(path=st.sampled_from(PATHS), n=st.integers(1, 4), chained=st.booleans())
+    def reserve_run(self, path: list[Chunk], n: int, chained: bool) -> None:
+        """The same for chunks by column, which are of one kind."""
+        path = [chunk._replace(nbytes=SLOT, parent=chunk.parent if chained else None, group=0) for chunk in path]
+        missing = [chunk.key not in self.lines for chunk in path]
+        if not any(missing):
+            return
+        start = missing.index(True)
+        chunks = [chunk for chunk, absent in zip(path[start : start + n], missing[start:], strict=False) if absent]
+        chunks = chunks[
+            : next((i for i in range(1, len(chunks)) if chained and chunks[i].parent != chunks[i - 1].key), n)
+        ]
+        run = Run(
+            [chunk.key for chunk in chunks],
+            [chunk.end_token for chunk in chunks],
+            chunks[0].parent,
+            chained,
+            self.ledger.kinds.of_chunk(chunks[0]),
+        )
+        assert run.chunks() == chunks
+        taken = self.ledger.reserve_run(run)
+        assert [entry.chunk for entry in taken] == chunks[: self.free // SLOT]
+        self.entered(taken)
+
+    def entered(self, taken: list[Entry]) -> None:
         for entry in taken:
+            assert not any(line.entry is entry for line in [*self.lines.values(), *self.gone]), "it is nobody else's"
             self.begins(entry.key)
             self.lines[entry.key] = Line(entry, self.charge(entry.chunk), entry.chunk.parent, writing=True)
             if self.slotted:
                 assert entry.generation > self.generations[entry.slot], "whoever had it before can tell"
                 self.generations[entry.slot] = entry.generation
+
+    @precondition(lambda self: self.slotted and not self.ledger.expires)
+    @rule(n=st.integers(1, 4), spared=st.sets(st.sampled_from(KEYS), max_size=3))
+    def evict_at_once(self, n: int, spared: set[ChunkKey]) -> None:
+        """Exactly those leave, and at once, who would be the first victims."""
+        expected = [entry.key for entry in self.ledger.victims(None, spared, n * SLOT)]
+        entries = [entry for key in sorted(spared) if (entry := self.ledger.get(key)) is not None and entry.owned]
+        gone = self.ledger.evict(n, entries)
+        if gone is None:
+            return
+        assert [entry.key for entry in gone] == expected
+        for key in expected:
+            del self.lines[key]
 
     @precondition(lambda self: any(line.state is PENDING for line in self.lines.values()))
     @rule(data=st.data())
@@ -141,16 +186,20 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.lines)
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
-        line = self.pick(data, list(self.lines.values()))
-        self.ledger.hold(line.entry)
-        line.holds += 1
+        """Several at once, each once."""
+        held = data.draw(st.permutations(list(self.lines.values())), label="which")[: data.draw(st.integers(1, 3))]
+        self.ledger.hold(*[line.entry for line in held])
+        for line in held:
+            line.holds += 1
 
     @precondition(lambda self: any(line.holds for line in [*self.lines.values(), *self.gone]))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        line = self.pick(data, [line for line in [*self.lines.values(), *self.gone] if line.holds])
-        self.ledger.release(line.entry)
-        line.holds -= 1
+        held = [line for line in [*self.lines.values(), *self.gone] if line.holds]
+        released = data.draw(st.permutations(held), label="which")[: data.draw(st.integers(1, 3))]
+        self.ledger.release(*[line.entry for line in released])
+        for line in released:
+            line.holds -= 1
 
     @rule(path=st.sampled_from(PATHS), stranger=st.booleans())
     def access(self, path: list[Chunk], stranger: bool) -> None:
@@ -286,11 +335,19 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("policy", "slotted"),
-    [("lru", True), ("lru", False), ("lru_seats", True), ("lru_seats", False), ("fifo", True), ("in_order", False)],
-    ids=["lru-slots", "lru-bytes", "seats-slots", "seats-bytes", "fifo-slots", "in_order-bytes"],
+    ("policy", "slotted", "recycles"),
+    [
+        pytest.param("lru", True, False, id="lru-slots"),
+        pytest.param("lru", True, True, id="lru-recycled"),
+        pytest.param("lru", False, False, id="lru-bytes"),
+        pytest.param("lru_seats", True, False, id="seats-slots"),
+        pytest.param("lru_seats", True, True, id="seats-recycled"),
+        pytest.param("lru_seats", False, False, id="seats-bytes"),
+        pytest.param("fifo", True, False, id="fifo-slots"),
+        pytest.param("in_order", False, False, id="in_order-bytes"),
+    ],
 )
-def test_ledger_agrees_with_its_model(policy: str, slotted: bool) -> None:
+def test_ledger_agrees_with_its_model(policy: str, slotted: bool, recycles: bool) -> None:
     """Whatever is called in whatever order, the books are what a recount says (A5), for each kind of policy."""
-    machine = type("Machine", (LedgerMachine,), {"policy_name": policy, "slotted": slotted})
+    machine = type("Machine", (LedgerMachine,), {"policy_name": policy, "slotted": slotted, "recycles": recycles})
     run_state_machine_as_test(machine)

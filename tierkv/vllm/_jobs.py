@@ -77,7 +77,7 @@ class Jobs:
         ticket, group = next(self._tickets), self._only_group
         keys, slots = [entry.key for entry in entries], tuple([entry.slot for entry in entries])
         groups = tuple([entry.group for entry in entries]) if group is None else (group,) * len(slots)
-        self._stores[frozenset(keys)] = StoreJob(ticket, entries, slots, request)
+        self._stores[frozenset(keys)] = _make_job(StoreJob, (ticket, entries, slots, request))
         return keys, SlotSpec(slots, (ticket,) * len(slots), generation, groups)
 
     def open_store_of_one(self, entry: Entry, request: Request, generation: int) -> SlotSpec:
@@ -88,9 +88,11 @@ class Jobs:
 
     def open_load(self, keys: Collection[ChunkKey], entries: list[Entry], generation: int) -> SlotSpec:
         """Draw a ticket for a load; pins every entry until :meth:`close_load`."""
-        ticket, group = next(self._tickets), self._only_group
-        self._hierarchy.primary.hold(*entries)
-        self._loads.setdefault(_name(keys), []).append(LoadJob(ticket, entries))
+        ticket, group, name = next(self._tickets), self._only_group, _name(keys)
+        each_once = isinstance(name, frozenset) and len(name) == len(entries)
+        pinned = entries if each_once else [*dict.fromkeys(entries)]
+        self._hierarchy.primary.hold(*pinned)
+        self._loads.setdefault(name, []).append(LoadJob(ticket, pinned))
         slots = tuple([entry.slot for entry in entries])
         groups = tuple([entry.group for entry in entries]) if group is None else (group,) * len(slots)
         return SlotSpec(slots, (ticket,) * len(slots), generation, groups)

@@ -14,7 +14,7 @@ from tierkv.vllm._wishes import NOTHING, Wishes
 _SUFFIX = slice(-4, None)
 _NO_TAIL: tuple[int, ChunkKey | None] = (0, None)
 _Position = Callable[[Any], int | None]
-_make_chunk = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
+_make = tuple.__new__  # half the cost of Chunk(...): one is built for each key that vLLM offers
 
 
 class Group(NamedTuple):
@@ -112,7 +112,7 @@ class ChunkMaker:
                 end = position(key) or 0
                 if sliding or before >= end:
                     parent = None
-                chunks.append(_make_chunk(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
+                chunks.append(_make(Chunk, (key, parent, group_id, end, nbytes, tenant, False)))
                 before, parent = end, key
             if parent is not None and not sliding:
                 tails[group_id] = (before, parent)
@@ -131,7 +131,8 @@ class ChunkMaker:
             parent = None
         else:
             request.tails[group_id] = (ends[-1], keys[-1])
-        return Run(keys, ends, parent, not sliding, kinds.of((group_id, nbytes, request.tenant, False)))
+        kind = kinds.of((group_id, nbytes, request.tenant, False))
+        return _make(Run, (keys, ends, parent, not sliding, kind))
 
     def make_one(self, key: ChunkKey, request: Request) -> Chunk:
         """:meth:`make` for one key where there is one group: what a request in pieces of 1 pays each time."""
@@ -144,7 +145,7 @@ class ChunkMaker:
             if before >= end:
                 parent = None
             request.tails[group_id] = (end, key)
-        return _make_chunk(Chunk, (key, parent, group_id, end, nbytes, request.tenant, False))
+        return _make(Chunk, (key, parent, group_id, end, nbytes, request.tenant, False))
 
     def _runs(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[Group, Iterable[ChunkKey]]]:
         for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
