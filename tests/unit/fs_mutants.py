@@ -496,8 +496,8 @@ MUTANTS = [
     Mutant(
         "holders not followed",
         "_fs/page.py",
-        "up[last(owner)] = last(holder)",
-        "up[owner] = holder",
+        "together.setdefault(last(owner), [])",
+        "together.setdefault(holder_of[owner], [])",
         "unit/test_fs_reserved.py",
     ),
     Mutant(
