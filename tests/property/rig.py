@@ -16,8 +16,8 @@ from tierkv._breaker import Traffic
 from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
 from tierkv._hints import Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import LevelPlan, Writes
-from tierkv.types import ChunkKey, Event, EventKind, Found, Outcome, Reason, Status, Transfer, TransferKind
+from tierkv._level import LevelBooks, LevelPlan, Writes
+from tierkv.types import Chunk, ChunkKey, Event, EventKind, Found, Outcome, Reason, Status, Transfer, TransferKind
 
 T = TypeVar("T")
 Twins = tuple[Entry, Entry]
@@ -41,6 +41,22 @@ class LowerSetup:
 
 def rounded_charge(nbytes: int) -> int:
     return -(-(nbytes + 16) // 16) * 16
+
+
+class Watched(Hierarchy):
+    """A hierarchy that says who was turned down by which level; counters only say how many were."""
+
+    def __init__(self, plans: Sequence[LevelPlan], *, recycles: bool) -> None:
+        super().__init__(plans, record_events=True, recycles=recycles)
+        self.turned_down: set[tuple[int, ChunkKey]] = set()
+        """In the latest call, of those that asked for room there."""
+
+    def _wants(self, level: LevelBooks, chunk: Chunk, charge: int) -> bool:
+        n_refused = level.counts.refused.total()
+        wanted = super()._wants(level, chunk, charge)
+        if level.counts.refused.total() > n_refused:
+            self.turned_down.add((level.index, chunk.key))
+        return wanted
 
 
 class Lower:
@@ -115,14 +131,13 @@ class Rig:
         self.clock = ManualClock()
         self.lowers = [Lower(setup) for setup in lowers]
         self.h, self.twin = (
-            Hierarchy(
+            Watched(
                 [
                     LevelPlan(
                         "primary", 0, make_policy(policy, self.clock, twin=twin), n_slots=n_slots, slot_nbytes=SLOT
                     ),
                     *(lower.plan(i + 1, self.clock, low_water, twin=twin) for i, lower in enumerate(self.lowers)),
                 ],
-                record_events=True,
                 recycles=recycles,
             )
             for twin in (False, True)
@@ -167,14 +182,14 @@ class Rig:
         self.whole = False
         before = {(i, e.key): e for i in range(self.n_levels) for e in self.h.levels[i].ledger}
         pending = {at for at, entry in before.items() if entry.state is PENDING}
-        n_refused = [level.counts.refused.total() for level in self.h.levels]
+        self.h.turned_down.clear()
         n_dropped = [level.counts.dropped[Reason.DEMOTE_DROPPED] for level in self.h.levels]
         answers = act(self.h, 0), act(self.twin, 1)
         self.fresh_events, self.fresh_transfers = self.h.take_events(), self.h.take_transfers()
         assert self.fresh_events == self.twin.take_events(), "same operations, same events (11)"
         assert self.fresh_transfers == self.twin.take_transfers(), "same operations, same transfers (11)"
         self.note_transfers()
-        self.note_events(before, n_refused)
+        self.note_events(before)
         for index, level in enumerate(self.h.levels):
             told = sum(e.level == index and e.reason is Reason.DEMOTE_DROPPED for e in self.fresh_events)
             assert level.counts.dropped[Reason.DEMOTE_DROPPED] - n_dropped[index] == told, "drops are counted (8)"
@@ -221,7 +236,7 @@ class Rig:
         reads, writes = touches(other)
         return bool(new_writes & (writes | reads) or writes & new_reads)
 
-    def note_events(self, before: dict[tuple[int, ChunkKey], Entry], n_refused: Sequence[int]) -> None:
+    def note_events(self, before: dict[tuple[int, ChunkKey], Entry]) -> None:
         for event in self.fresh_events:
             at = (event.level, event.key)
             if event.kind is EventKind.STORED:
@@ -242,8 +257,8 @@ class Rig:
                 assert self.ready_below(event.level, event.key), "demoted means that there is a copy below (8)"
             else:
                 assert event.reason is Reason.DEMOTE_DROPPED
-                n_new = lower[0].counts.refused.total() - n_refused[lower[0].index]
-                refused = entry is None or entry.demote_refused or not lower[0].writes.lets_through or n_new
+                turned_down = (lower[0].index, event.key) in self.h.turned_down
+                refused = entry is None or entry.demote_refused or not lower[0].writes.lets_through or turned_down
                 assert refused, "dropped only if the level below would not take it (8)"
 
     # -- proof --------------------------------------------------------------------------------------------------
