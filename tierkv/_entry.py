@@ -174,6 +174,11 @@ class Entry(Seat):
         return f"<Entry {self.key.hex()[:12]} {self.state.value} slot={self.slot} pins={self.n_pins}{flags}>"
 
 
+def chunks_of(entries: Iterable[Entry]) -> list[Chunk]:
+    """:attr:`Entry.chunk` of many, for less than one by one costs."""
+    return [_make(Chunk, (e.key, e.parent, (k := e.kind)[0], e.end_token, k[1], k[2], k[3])) for e in entries]
+
+
 def of_its_tenant(chunk: Chunk, tenant: str) -> Chunk:
     """A chunk as somebody asks for it, but of the tenant that stored it, where that is known."""
     return chunk._replace(tenant=tenant) if tenant and tenant != chunk.tenant else chunk

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from tierkv._entry import READY, Entry
-from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, PinAware, Seating
+from tierkv._entry import READY, Entry, chunks_of
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, PinAware, Seating, UsedByKey
 from tierkv.types import Chunk, ChunkKey
 
 
@@ -29,10 +29,11 @@ class KeyedOrder:
         self._pins = policy if isinstance(policy, PinAware) else None
         self._commits = policy if isinstance(policy, CommitAware) else None
         self._batches = policy if isinstance(policy, BatchEvicting) else None
+        self._uses = policy if isinstance(policy, UsedByKey) else None
 
     def seat(self, entries: Sequence[Entry]) -> None:
         """Entries of ours that are new, PENDING or READY, in prefix order."""
-        self.insert(entries, [entry.chunk for entry in entries])
+        self.insert(entries, chunks_of(entries))
 
     def insert(self, entries: Sequence[Entry], chunks: Sequence[Chunk]) -> None:
         """:meth:`seat` where their chunks are at hand."""
@@ -55,7 +56,10 @@ class KeyedOrder:
 
     def access(self, entries: Sequence[Entry], *, learned: bool) -> None:  # noqa: ARG002 - all policies are told alike
         """One request used these entries of ours; ``learned``: some chunk says more of its parent than before."""
-        self._policy.on_access([entry.chunk for entry in entries])
+        if self._uses is not None:
+            self._uses.on_use([entry.key for entry in entries])
+        else:
+            self._policy.on_access(chunks_of(entries))
 
     def hold(self, entries: Iterable[Entry]) -> None:
         """Entries that were not held and now are. A PENDING one has been from the start."""

@@ -179,6 +179,15 @@ class PinAware(Protocol):
 
 
 @runtime_checkable
+class UsedByKey(Protocol):
+    """A policy to which a use says nothing but keys, so that nobody need make chunks to tell it of one."""
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """:meth:`~EvictionPolicy.on_access` by key, in the same order."""
+        ...
+
+
+@runtime_checkable
 class CommitAware(Protocol):
     """A policy that counts from when a chunk can be read, which is later than its :meth:`~EvictionPolicy.on_insert`."""
 

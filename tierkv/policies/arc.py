@@ -48,11 +48,14 @@ class ARC(TwoQueues):
             self._trim_ghosts()
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self.on_use([chunk[0] for chunk in chunks])
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """All that a use says here."""
         young, old = self._young, self._old
         self._asked.clear()
         self._tie_is_over = False
-        for chunk in reversed(chunks):
-            key = chunk[0]
+        for key in reversed(keys):
             if (item := young.pull(key)) is not None:
                 old.push(item)
             elif key in old:

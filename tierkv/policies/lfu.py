@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tierkv.policies._heap_order import HeapOrder
 from tierkv.policies._stamp_heap import Item
-from tierkv.types import Chunk
+from tierkv.types import Chunk, ChunkKey
 
 _USE = 1 << 48
 """A stamp is uses and a clock in one number; the clock ends ties between chunks used equally often."""
@@ -33,11 +33,15 @@ class LFU(HeapOrder):
                 self._heap.add(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self.on_use([chunk[0] for chunk in chunks])
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """All that a use says here."""
         find = self._items.get
         clock = self._clock
-        for chunk in reversed(chunks):
+        for key in reversed(keys):
             clock += 1
-            item = find(chunk.key)
+            item = find(key)
             if item is not None:
                 item.stamp += _USE + clock - item.stamp % _USE
         self._clock = clock

@@ -59,9 +59,13 @@ class MQ(HeapOrder):
                 self._heap.add(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self.on_use([chunk[0] for chunk in chunks])
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """All that a use says here."""
         find = self._items.get
-        for chunk in reversed(chunks):
-            item = find(chunk.key)
+        for key in reversed(keys):
+            item = find(key)
             if item is not None:
                 self._use(item)  # type: ignore[arg-type]
 

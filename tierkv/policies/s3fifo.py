@@ -55,11 +55,14 @@ class S3FIFO(TwoQueues):
             self._n_uses[key] = 0
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self.on_use([chunk[0] for chunk in chunks])
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """All that a use says here."""
         self._forget_passed()
         self._asked.clear()
         n_uses = self._n_uses
-        for chunk in reversed(chunks):
-            key = chunk.key
+        for key in reversed(keys):
             if key in n_uses:
                 n_uses[key] += 1
             elif self._ghosts.take(key):

@@ -39,9 +39,13 @@ class SIEVE(Laps):
                 now.append(item)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self.on_use([chunk[0] for chunk in chunks])
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """All that a use says here."""
         get, number_of_hand, next_lap = self._items.get, self._hand_number, self._hand_lap + 1
-        for chunk in chunks:
-            item = get(chunk[0])
+        for key in keys:
+            item = get(key)
             if item is not None:
                 item.lap = next_lap if item.number > number_of_hand else next_lap + 1
 

@@ -42,10 +42,13 @@ class TwoQ(TwoQueues):
                 self._young.put(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self.on_use([chunk[0] for chunk in chunks])
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        """All that a use says here."""
         old = self._old
         self._asked.clear()
-        for chunk in reversed(chunks):
-            key = chunk.key
+        for key in reversed(keys):
             if key in old:
                 old.to_back(key)
             elif self._ghosts.take(key):

@@ -9,7 +9,7 @@ from typing import Final
 from hypothesis import settings as hypothesis_settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, HintAware, PinAware
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, UsedByKey
 from tierkv.testing._clock import ManualClock
 from tierkv.testing._keys import Counted, counted
 from tierkv.testing._policy_machine import policy_machine
@@ -68,6 +68,7 @@ def check_policy(
         "PinAware": isinstance(policy, PinAware),
         "BatchEvicting": isinstance(policy, BatchEvicting),
         "CommitAware": isinstance(policy, CommitAware),
+        "UsedByKey": isinstance(policy, UsedByKey),
         "Expiring": isinstance(policy, Expiring),
         "HintAware": isinstance(policy, HintAware),
     }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import islice
 from typing import Final
 
-from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, HintAware, PinAware
+from tierkv.protocols import BatchEvicting, CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, UsedByKey
 from tierkv.testing._requests import LONERS
 from tierkv.testing._rules import require
 from tierkv.types import Chunk, ChunkKey, Turn
@@ -24,6 +24,7 @@ class Twin:
         self.pins = policy if isinstance(policy, PinAware) else None
         self.commits = policy if isinstance(policy, CommitAware) else None
         self.batches = policy if isinstance(policy, BatchEvicting) else None
+        self.uses = policy if difference and isinstance(policy, UsedByKey) else None
         self.expiring = policy if isinstance(policy, Expiring) else None
         self.hints = policy if isinstance(policy, HintAware) else None
         self._translate = translate or (lambda chunk: chunk)
@@ -42,7 +43,10 @@ class Twin:
         self.policy.on_insert([self.told(chunk) for chunk in chunks])
 
     def access(self, chunks: Sequence[Chunk]) -> None:
-        self.policy.on_access([self.told(chunk) for chunk in chunks])
+        if self.uses is not None:
+            self.uses.on_use([self.key(chunk) for chunk in chunks])
+        else:
+            self.policy.on_access([self.told(chunk) for chunk in chunks])
 
     def remove(self, chunk: Chunk, *, evicted: bool) -> None:
         self.policy.on_remove(self.key(chunk), evicted=evicted)

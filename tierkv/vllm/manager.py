@@ -21,8 +21,8 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
 )
 
+from tierkv._entry import READY, Entry, chunks_of
 from tierkv._hints import Hints
-from tierkv._ledger import READY, Entry
 from tierkv.protocols import Clock
 from tierkv.types import Chunk, ChunkKey, Reason
 from tierkv.vllm import _compat
@@ -131,7 +131,7 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
             self._primary.touch(entries)
         for level in self.hierarchy.levels[1:]:
             get = level.ledger.get
-            told = learned or [entry.chunk for entry in entries]
+            told = learned or chunks_of(entries)
             below = [(entry, chunk) for chunk in told if (entry := get(chunk.key)) is not None]
             if below:
                 level.ledger.access(below)
