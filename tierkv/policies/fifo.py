@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tierkv.policies._line_order import LineOrder
 from tierkv.policies._stamp_heap import Item
-from tierkv.types import Chunk
+from tierkv.types import Chunk, ChunkKey
 
 
 class FIFO(LineOrder):
@@ -27,4 +27,7 @@ class FIFO(LineOrder):
                 line[key] = Item(key, self._stamp)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        """Use does not count."""
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
         """Use does not count."""
