@@ -128,7 +128,7 @@ def test_owners_come_and_die_at_random(tmp_path: Path) -> None:
     """
     root, draw = tmp_path / "root", random.Random(7)
     living: list[Owner] = []
-    seen = dict.fromkeys(("shared", "vanished", "adopted", "taken_over"), 0)
+    seen: dict[str, int] = {"shared": 0, "vanished": 0, "adopted": 0, "taken_over": 0}
     try:
         with watched(root) as watch:
             living += [Owner(watch, root, number, "roam") for number in range(3)]
