@@ -14,9 +14,12 @@ from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes, reason
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
 
 SLICE = 128
-"""Chunks that one call evicts in the background at most; the ends of their deletions bring the next slice."""
+"""Chunks that one call expires, or begins to copy down to make room, at most."""
+LEAVING = 32
+"""Chunks that leave a level in the background at a time, or twice as many as come at once: no step has many to bear."""
 PATIENCE = 256
 """Chunks that still have to be copied down before they may leave, of which one search passes over no more."""
+Keys = Collection[ChunkKey | None]
 NOTHING: frozenset[ChunkKey] = frozenset()
 _make = tuple.__new__  # half the cost of a named tuple's own way: every chunk with a level below comes by, thrice
 
@@ -167,7 +170,7 @@ class Flow:
             for waiting, target in zip(asked, started, strict=False):
                 self._begin(level, waiting, target)
         if len(started) == len(asked):
-            self._trim(level)
+            self._trim(level, n_came=len(asked))
             return
         level.waiting.update({waiting.source.key: waiting for waiting in asked[len(started) :]})
         self._pump(level)
@@ -248,19 +251,20 @@ class Flow:
         for level in reversed(self.levels[: lowest + 1] if lowest >= 0 else self.levels):
             self._pump(level)
 
-    def _trim(self, level: LevelBooks, request: Sequence[Chunk] = (), shielded: Collection[ChunkKey] = NOTHING) -> None:
+    def _trim(
+        self, level: LevelBooks, request: Sequence[Chunk] = (), shielded: Keys = NOTHING, n_came: int = 0
+    ) -> None:
         """Evict to the low-water mark where leaving takes time, so that those who come need not wait for it."""
         if level.index or level.min_free_nbytes:
             need_nbytes = level.low_target()
-            if need_nbytes > 0:
-                self._make_room(level, need_nbytes, {*shielded, *(chunk.key for chunk in request)}, sliced=True)
+            at_most = max(LEAVING, 2 * n_came) - len(level.leaving)
+            if need_nbytes > 0 and at_most > 0:
+                self._make_room(level, need_nbytes, {*shielded, *(chunk.key for chunk in request)}, at_most=at_most)
 
-    def _make_room(
-        self, level: LevelBooks, need_nbytes: int, protect: Collection[ChunkKey | None], *, sliced: bool = False
-    ) -> None:
+    def _make_room(self, level: LevelBooks, need_nbytes: int, protect: Keys, *, at_most: int | None = None) -> None:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
         accept = self._unguarded if self.guarded else None
-        victims = level.ledger.victims(accept, protect, need_nbytes, at_most=SLICE if sliced else None)
+        victims = level.ledger.victims(accept, protect, need_nbytes, at_most=at_most)
         droppable = self._droppable(level)
         if droppable is None:
             self._evict(level, victims)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from tierkv._entry import Entry, Run
-from tierkv._flow import NOTHING, PATIENCE, Flow
+from tierkv._flow import NOTHING, PATIENCE, SLICE, Flow
 from tierkv._level import LevelPlan
 from tierkv.types import Chunk, ChunkKey, Reason
 
@@ -141,7 +141,7 @@ class Room(Flow):
         if level.demotes and len(reserved) < len(wanted):
             # Leaving takes a copy here: start it for those who will ask again.
             short = (len(wanted) - len(reserved)) * slot_nbytes - level.demoting_nbytes
-            self._make_room(level, short, protect.union(shielded), sliced=True)
+            self._make_room(level, short, protect.union(shielded), at_most=SLICE)
             # Where the level below takes nothing, whoever was to be copied has left instead.
             reserved += self.primary.reserve(wanted[len(reserved) :])
         return reserved
