@@ -208,6 +208,13 @@ class Rig:
     def ready_below(self, index: int, key: ChunkKey) -> bool:
         return any((lower, key) in self.ready for lower in range(index + 1, self.n_levels))
 
+    def keeps_below(self, index: int, key: ChunkKey) -> bool:
+        """A lower level has a copy that has not expired, whether it can be read now or not."""
+        found = [
+            (level, level.ledger.get(key)) for level in self.h.levels[index + 1 :] if (level.index, key) in self.ready
+        ]
+        return any(entry is not None and not level.ledger.expired(entry) for level, entry in found)
+
     def note_transfers(self) -> None:
         """A copy or deletion begins: nothing under way may be in its way."""
         for new in self.fresh_transfers:

@@ -113,7 +113,7 @@ class HierarchyMachine(RuleBasedStateMachine):
             busy = {entry.key for entry in rig.h.primary if entry.holds or entry.state is PENDING}
             busy |= shielded | set(rig.h.guarded)
             if rig.h.levels[0].demotes:  # it waits for a copy, or was refused one while its parent was passed over
-                busy |= {entry.key for entry in rig.h.primary if not rig.h.levels[0].has_below(entry.key)}
+                busy |= {entry.key for entry in rig.h.primary if not rig.keeps_below(0, entry.key)}
                 busy |= {event.key for event in rig.fresh_events if event.level == 0}
             kept = {up for key in busy | {chunk.key for chunk in chunks} for up in ancestors(key)}
             assert {entry.key for entry in rig.h.primary} <= kept, "nothing idle was overlooked"
