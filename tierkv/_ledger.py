@@ -132,7 +132,7 @@ class Ledger:
         else:
             taken = slots.fill_each(chunks, self.kinds)
         if taken:
-            self._enter(taken)
+            self._enter([entry.key for entry in taken], taken)
             self._order.insert(taken, chunks if len(taken) == len(chunks) else chunks[: len(taken)])
         return taken
 
@@ -141,14 +141,13 @@ class Ledger:
         assert self._slots is not None
         taken = self._slots.fill(run)
         if taken:
-            self._enter(taken)
+            self._enter(run.keys, taken)
             self._order.seat(taken)
         return taken
 
-    def _enter(self, taken: Sequence[Entry]) -> None:
+    def _enter(self, keys: Sequence[ChunkKey], taken: Sequence[Entry]) -> None:
         index, n_before = self._index, len(self._index)
-        for entry in taken:
-            index[entry.key] = entry
+        index.update(zip(keys, taken, strict=False))
         assert len(index) == n_before + len(taken), "a key is reserved once"
         self.n_pending += len(taken)
         self.pending_nbytes += self._charged(taken)

@@ -41,16 +41,16 @@ class Slots:
         keys, kind, n_chunks = run.keys, run.kind, len(run.keys)
         self.generation = generation = self.generation + 1
         entries = self._take(n_chunks)
-        parents = run.parents()
-        for entry, key, parent, end_token in zip(entries, keys, parents, run.end_tokens, strict=False):
+        pending, owned, writer = PENDING, OWNED, WRITER
+        for entry, key, parent, end_token in zip(entries, keys, run.parents(), run.end_tokens, strict=False):
             entry.key = key
             entry.parent = parent
             entry.link = None
             entry.end_token = end_token
             entry.kind = kind
-            entry.state = PENDING
-            entry.flags = OWNED
-            entry.holds = WRITER
+            entry.state = pending
+            entry.flags = owned
+            entry.holds = writer
             entry.generation = generation
         return entries
 
