@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 
 from tierkv._entry import GONE, OWNED, PENDING, READY, STORED, WRITER, Entry, Kinds, Run, State, of_its_tenant
 from tierkv._order import KeyedOrder, SeatedOrder
-from tierkv._recount import MANY, recount
+from tierkv._recount import recount
 from tierkv._slots import Slots, fitting
 from tierkv.protocols import Admission, EvictionPolicy, Expiring, Seating
 from tierkv.types import Chunk, ChunkKey
@@ -60,11 +60,8 @@ class Ledger:
         self.kinds = Kinds()
         self._index: dict[ChunkKey, Entry] = {}
         self._gone: dict[int, Entry] = {}
-        self.free_slots: tuple[Sequence[int], Sequence[Entry]] = ((), ())
-        """Together as many as there are free slots. The ledger's own lists, which only it changes: how many there are
-        is asked at every offer."""
-        if self._slots is not None:
-            self.free_slots = (self._slots.free, self._slots.spare)
+        self.free_slots: tuple[Sequence[int], Sequence[Entry]] = ((), ()) if self._slots is None else self._slots.lists
+        """Together as many as there are free slots; the ledger's own lists, whose lengths every offer asks for."""
         self.get = self._index.get
         """``get(key) -> Entry | None``; the dict's own method, since lookups are counted in nanoseconds."""
         self.follow(policy)
@@ -235,11 +232,14 @@ class Ledger:
 
     def hold(self, *entries: Entry) -> None:
         """Ban their eviction and the reuse of their space until the matching :meth:`release`. Each is named once."""
-        for entry in entries:
-            entry.holds += 1
         fresh: Sequence[Entry] = entries
-        if [entry.holds for entry in entries].count(1) < len(entries):
+        if any([entry.holds for entry in entries]):  # noqa: C419 - a generator takes twice as long
+            for entry in entries:
+                entry.holds += 1
             fresh = [entry for entry in entries if entry.n_pins == 1]
+        else:
+            for entry in entries:
+                entry.holds = 1
         if fresh:
             self.n_held += len(fresh)
             self.held_nbytes += self._charged(fresh)
@@ -247,11 +247,14 @@ class Ledger:
 
     def release(self, *entries: Entry) -> None:
         """Take back one hold of each, named once."""
-        for entry in entries:
-            entry.holds -= 1
         idle: Sequence[Entry] = entries
-        if any([entry.holds for entry in entries]):  # noqa: C419 - a generator takes twice as long
-            assert all(entry.n_pins < MANY for entry in entries), "each release matches a hold"
+        if [entry.holds for entry in entries].count(1) == len(entries):
+            for entry in entries:
+                entry.holds = 0
+        else:
+            assert all(entry.n_pins for entry in entries), "each release matches a hold"
+            for entry in entries:
+                entry.holds -= 1
             idle = [entry for entry in entries if not entry.n_pins]
         if idle:
             self.n_held -= len(idle)

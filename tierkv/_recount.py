@@ -9,9 +9,6 @@ from tierkv._entry import GONE, PENDING, READY, WRITER, Entry
 from tierkv._slots import Slots
 from tierkv.types import ChunkKey
 
-MANY = WRITER >> 1
-"""More pins than anybody holds: then there were fewer than none."""
-
 
 class Counts(Protocol):
     """What a ledger counts as it goes."""
@@ -43,7 +40,7 @@ def recount(ledger: Counts, index: Mapping[ChunkKey, Entry], gone: Sequence[Entr
     assert ledger.ready_nbytes == sum(e.charge_nbytes for e in entries if e.state is READY and e.owned)
     assert ledger.foreign_nbytes == sum(e.charge_nbytes for e in entries if not e.owned)
     assert ledger.quarantined_nbytes == sum(e.charge_nbytes for e in gone if e.owned)
-    assert all(0 <= entry.holds < 2 * WRITER and entry.n_pins < MANY for entry in everybody)
+    assert all(0 <= entry.holds < 2 * WRITER for entry in everybody)
     pinned = [entry for entry in everybody if entry.n_pins]
     assert (ledger.n_held, ledger.held_nbytes) == (len(pinned), sum(entry.charge_nbytes for entry in pinned))
     assert ledger.n_pending == sum(entry.state is PENDING for entry in entries)

@@ -30,6 +30,10 @@ class Slots:
         """Of the slots that were given out last."""
 
     @property
+    def lists(self) -> tuple[Sequence[int], Sequence[Entry]]:
+        return self.free, self.spare
+
+    @property
     def n_free(self) -> int:
         return len(self.free) + len(self.spare)
 
