@@ -473,6 +473,16 @@ def test_a_parent_that_has_lost_its_place_overtakes_nobody() -> None:
     assert policy.evict(5) == [b"c1", b"x0", b"c0", b"y0"]
 
 
+def test_places_behind_a_climb_are_not_lost() -> None:
+    """An eviction takes places of the line together; those behind a leaf whose parent goes with it stay in the line."""
+    policy = LRU()
+    head, tail = chain("c", 2)
+    for chunk in (head, *chain("x", 1), tail, *chain("y", 1), *chain("z", 1)):
+        policy.on_insert([chunk])
+    assert policy.evict(4) == [b"x0", b"c1", b"c0", b"y0"]
+    assert policy.evict(4) == [b"z0"]
+
+
 def test_held_chunks_are_met_once() -> None:
     """However often victims are asked for afterwards, what is held is not walked over again."""
     policy = LRU()
