@@ -26,7 +26,7 @@ MOST_OWNERS = 4
 layouts = st.sampled_from(["slab", "files"])
 namespaces = st.sampled_from([b"a namespace", b"a namespace", b"another"])
 picks = st.integers(0, MOST_OWNERS - 1)
-numbers = st.lists(st.integers(0, 39), min_size=1, max_size=8, unique=True)
+numbers = st.lists(st.integers(0, 39), min_size=1, max_size=16, unique=True)
 
 
 class OwnersMachine(RuleBasedStateMachine):
@@ -103,9 +103,14 @@ class OwnersMachine(RuleBasedStateMachine):
         _mount(tier).beat()
         self.run(scanned(tier))
 
+    @precondition(lambda self: self.living)
     @rule()
     def a_minute_passes(self) -> None:
-        self.now_s += 2 * _fs_owners.ADOPT_AFTER_S
+        """All look around before and after it: who is dead is adopted."""
+        for late_s in (2 * _fs_owners.ADOPT_AFTER_S, 0.0):
+            for pick in range(len(self.living)):
+                self.beat(pick)
+            self.now_s += late_s
 
     @precondition(lambda self: self.living)
     @rule(pick=picks, chunks=numbers, nbytes=st.sampled_from([100, PAGE, LONGEST]))
