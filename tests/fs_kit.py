@@ -311,6 +311,13 @@ def path_of(root: Path | str, key: ChunkKey, tier: FSTier, namespace: bytes = NA
     return Path(root, namespace_digest(namespace).hex(), leaf_of(key), file_name(key, _mount(tier)._seat.id))
 
 
+def flip(path: Path | SlotPath, at: int) -> None:
+    """One bit of a chunk, as it lies there."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(bytes(data))
+
+
 def files_under(root: Path | str) -> list[Path]:
     """Everything but directories, links not followed."""
     return sorted(p for p in Path(root).rglob("*") if not stat.S_ISDIR(p.lstat().st_mode))

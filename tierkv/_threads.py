@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _Tell = Callable[[], None]
@@ -58,23 +58,25 @@ class Lane:
         self._submit(job)
         return future
 
-    def spread(self, worker: Callable[[Iterator[int]], None], n_items: int, n_workers: int) -> asyncio.Future[None]:
-        """Let ``n_workers`` threads share the indices below ``n_items``; one hop a worker, not one an item.
+    def spread(
+        self, worker: Callable[[Iterator[T]], None], plan: Callable[[], Iterable[T]], n_workers: int
+    ) -> asyncio.Future[None]:
+        """Let ``n_workers`` threads share what ``plan`` returns; one hop a worker, not one an item.
 
-        Each worker is called once with the same iterator and takes indices from it until none is left, so a slow item
-        delays only its own worker. The future is done once every worker has returned; it takes the first exception.
+        The first of the threads calls ``plan``, so that the loop's does not wait for it. Each worker is called once
+        with the same iterator and takes items from it until none is left, so a slow item delays only its own worker.
+        The future is done once every worker has returned; it takes the first exception.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        # `next` on a range iterator is one C call under the GIL: two workers never see the same index.
-        indices = iter(range(n_items))
-        n_workers = max(1, min(n_workers, n_items, self.n_threads))
+        share = _Share(plan)
+        n_workers = max(1, min(n_workers, self.n_threads))
         ended = itertools.count(1)
         errors: list[BaseException] = []
 
         def job() -> _Tell:
             try:
-                worker(indices)
+                worker(share.items())
             except BaseException as error:  # noqa: BLE001 - the waiter raises it
                 errors.append(error)
             if next(ended) < n_workers:
@@ -136,6 +138,24 @@ class Lane:
                     self._idle.notify_all()
             tell()
             del job, tell  # else an idle thread would keep the last batch's buffers alive
+
+
+class _Share(Generic[T]):
+    """What the threads of one :meth:`Lane.spread` have to do together."""
+
+    def __init__(self, plan: Callable[[], Iterable[T]]) -> None:
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._items: Iterator[T] | None = None
+
+    def items(self) -> Iterator[T]:
+        """The same iterator for all. Raises what the plan raises, once: then there is nothing to do."""
+        with self._lock:
+            if self._items is None:
+                self._items = iter(())
+                # `next` on the iterator of a list is one C call under the GIL: no two workers see the same item.
+                self._items = iter([*self._plan()])
+            return self._items
 
 
 class _LaneExecutor(Executor):

@@ -16,7 +16,6 @@ from tests.fs_kit import (
     CHARGE,
     LONGEST,
     PAGE,
-    SlotPath,
     _mount,
     capacity_for,
     chunk_bytes,
@@ -25,6 +24,7 @@ from tests.fs_kit import (
     fetch,
     files_under,
     first_batches,
+    flip,
     key_of,
     kill,
     n_on_disk,
@@ -32,7 +32,6 @@ from tests.fs_kit import (
     path_of,
     payload_of,
     recount,
-    slots,
     store,
     using,
     write,
@@ -52,7 +51,6 @@ from tierkv.tiers._fs.catalogue import (
     slab_name,
 )
 from tierkv.tiers._fs.slab import Slab
-from tierkv.tiers._fs.slab_io import PIECE_NBYTES as PIECE
 from tierkv.tiers.fs import FSTier
 from tierkv.types import ChunkKey, Reason, Status
 
@@ -203,21 +201,6 @@ async def test_a_key_that_was_written_twice_before_a_kill_is_one_chunk(root: Pat
         assert await fetch(tier, chunk_of(1)) == [OK]
         await store(tier, *(chunk_of(i) for i in range(2, 5)))
         assert recount(root) <= capacity_for(4)
-
-
-@pytest.mark.parametrize("nbytes", [1, 2 * PIECE, 2 * PIECE + 1, 3 * PIECE - 5, 3 * PIECE])
-async def test_long_chunks_in_memory_go_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """The same bytes and zeros as in one call; a flipped bit in the last piece is found."""
-    monkeypatch.setattr("tierkv.tiers._fs.mount.is_in_memory", lambda _: True)
-    ctx = context(longest=3 * PIECE, stride=3 * PIECE)
-    async with opened(root, capacity="64MiB", ctx=ctx) as tier:
-        source, target = slots(2, 3 * PIECE)
-        source[:nbytes] = payload_of(key_of(1), nbytes)
-        assert [o.ok for o in await tier.write([(chunk_of(1, nbytes), source)])] == [True]
-        assert [o.ok for o in await tier.read([(key_of(1), target)])] == [True]
-        assert target == bytes(source[:nbytes]) + bytes(len(target) - nbytes)
-        flip(path_of(root, key_of(1), tier), PAGE + nbytes - 1)
-        assert [o.status for o in await tier.read([(key_of(1), target)])] == [CORRUPT]
 
 
 def test_memory_is_told_from_a_disk(tmp_path: Path) -> None:
@@ -772,12 +755,6 @@ def recorded(real: Callable[..., Any], name: str, calls: list[str]) -> Callable[
         return real(*args)
 
     return call
-
-
-def flip(path: SlotPath, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(bytes(data))
 
 
 def test_a_new_catalogue_is_not_written_page_by_page(tmp_path: Path) -> None:

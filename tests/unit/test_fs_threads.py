@@ -52,7 +52,7 @@ async def test_spread_gives_each_index_to_one_worker(lane: Lane) -> None:
         hops.append(1)
         taken.extend(indices)
 
-    await lane.spread(worker, 1_000, 8)
+    await lane.spread(worker, lambda: range(1_000), 8)
     assert sorted(taken) == list(range(1_000))
     assert len(hops) == 3
 
@@ -67,7 +67,7 @@ async def test_spread_waits_for_all_workers_before_it_raises(lane: Lane) -> None
         release.wait(PATIENCE_S)
         ended.set()
 
-    future = lane.spread(worker, 2, 2)
+    future = lane.spread(worker, lambda: range(2), 2)
     assert not future.done()
     release.set()
     with pytest.raises(OSError, match="boom"):
@@ -122,3 +122,31 @@ def test_a_hung_call_does_not_hold_up_the_exit_of_the_process() -> None:
         "asyncio.run(main())\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S, check=False).returncode == 0
+
+
+async def test_a_spread_is_planned_on_a_thread_and_once(lane: Lane) -> None:
+    """The event loop's thread does not wait for the plan; a worker that comes meanwhile does, and shares it."""
+    planned: list[int] = []
+    taken: list[int] = []
+
+    def plan() -> range:
+        planned.append(threading.get_ident())
+        return range(100)
+
+    await lane.spread(taken.extend, plan, 3)
+    assert len(planned) == 1
+    assert planned[0] != threading.get_ident()
+    assert sorted(taken) == list(range(100))
+
+
+async def test_a_plan_that_fails_fails_the_call(lane: Lane) -> None:
+    """Once, whichever worker asked first; the others have nothing to do."""
+    taken: list[int] = []
+
+    def plan() -> range:
+        raise OSError("no plan")
+
+    with pytest.raises(OSError, match="no plan"):
+        await lane.spread(taken.extend, plan, 3)
+    assert taken == []
+    assert await lane.run(int) == 0

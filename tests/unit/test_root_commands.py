@@ -20,6 +20,7 @@ from tests.fs_kit import (
     context,
     fetch,
     files_under,
+    flip,
     is_slab,
     kill,
     layout,  # noqa: F401
@@ -198,12 +199,6 @@ async def test_ls_counts_what_it_cannot_read(root: Path, capsys: Capture) -> Non
 
 
 # -- verify -----------------------------------------------------------------------------------------------------
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
 
 
 def be_a_socket(path: Path) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Final, Literal, cast
 
 from tierkv._threads import Lane
@@ -158,13 +159,9 @@ class FSTier:
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
             is_set = len({key for key, _ in items}) == len(items)
-            n_workers = self._n_workers(self._read_lane, len(items[0][1])) if is_set else 1
-            runs = mount.batches.plan_reads(items, n_workers, in_order=not is_set)
-
-            def worker(indices: Iterator[int]) -> None:
-                mount.batches.read(items, outcomes, runs, indices)
-
-            await self._read_lane.spread(worker, len(runs), n_workers)
+            n_workers = self._n_workers(self._read_lane, len(items), len(items[0][1])) if is_set else 1
+            plan = partial(mount.batches.plan_reads, items, n_workers, in_order=not is_set)
+            await self._read_lane.spread(partial(mount.batches.read, items, outcomes), plan, n_workers)
         return cast("list[Outcome]", outcomes)
 
     async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
@@ -178,13 +175,9 @@ class FSTier:
         outcomes: list[Outcome | None] = [None] * len(items)
         if items:
             is_set = len({chunk.key for chunk, _ in items}) == len(items)
-            n_workers = self._n_workers(self._write_lane, len(items[0][1])) if is_set else 1
-            runs = mount.batches.plan_writes(items, n_workers, in_order=not is_set)
-
-            def worker(indices: Iterator[int]) -> None:
-                mount.batches.write(items, outcomes, runs, indices)
-
-            await self._write_lane.spread(worker, len(runs), n_workers)
+            n_workers = self._n_workers(self._write_lane, len(items), len(items[0][1])) if is_set else 1
+            plan = partial(mount.batches.plan_writes, items, n_workers, in_order=not is_set)
+            await self._write_lane.spread(partial(mount.batches.write, items, outcomes), plan, n_workers)
         return cast("list[Outcome]", outcomes)
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
@@ -197,11 +190,8 @@ class FSTier:
         keys = list(keys)
         errors: dict[ChunkKey, OSError] = {}
         if keys:
-
-            def worker(indices: Iterator[int]) -> None:
-                mount.operations.delete_some(keys, errors, indices)
-
-            await self._write_lane.spread(worker, len(keys), self._n_workers(self._write_lane, 0))
+            n_workers = self._n_workers(self._write_lane, len(keys), 0)
+            await self._write_lane.spread(partial(mount.operations.delete_some, errors), partial(iter, keys), n_workers)
         if errors:
             raise TierWriteError(
                 self._name, f"{len(errors)} chunk files stay: {next(iter(errors.values()))}", [*errors]
@@ -268,8 +258,8 @@ class FSTier:
             raise ClosedError(f"{self._name}: the tier is not open")
         return self._mount
 
-    def _n_workers(self, lane: Lane, nbytes: int) -> int:
-        return lane.n_threads if nbytes >= _SMALL_NBYTES else min(lane.n_threads, self._n_cores)
+    def _n_workers(self, lane: Lane, n_chunks: int, nbytes: int) -> int:
+        return min(n_chunks, lane.n_threads if nbytes >= _SMALL_NBYTES else min(lane.n_threads, self._n_cores))
 
     async def _close(self) -> None:
         if self._opening is None:

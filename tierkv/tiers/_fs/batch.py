@@ -80,27 +80,25 @@ class Batches:
         ends = [len(items) * n // n_runs for n in range(n_runs + 1)]
         return [items[at:end] for at, end in pairwise(ends)]
 
-    def read(self, items: Reads, outcomes: Outcomes, runs: Runs, indices: Iterator[int]) -> None:
+    def read(self, items: Reads, outcomes: Outcomes, runs: Iterator[Sequence[int]]) -> None:
         """One worker's part: take runs until none is left."""
         scratch = self._ring.take()
         try:
-            for number in indices:
-                left = runs[number]
-                if len(left) > 1:
-                    left = self._read_run(items, outcomes, left, scratch)
+            for run in runs:
+                left = self._read_run(items, outcomes, run, scratch) if len(run) > 1 else run
                 self._operations.read_some(items, outcomes, left, scratch)
         finally:
             self._ring.give(scratch)
 
-    def write(self, items: Writes, outcomes: Outcomes, runs: Runs, indices: Iterator[int]) -> None:
+    def write(self, items: Writes, outcomes: Outcomes, runs: Iterator[Sequence[int]]) -> None:
         """One worker's part: take runs until none is left."""
         scratch = self._ring.take()
         try:
-            for number in indices:
+            for run in runs:
                 if self._slot_nbytes is None:
-                    self._operations.write_some(items, outcomes, runs[number], scratch)
+                    self._operations.write_some(items, outcomes, run, scratch)
                 else:
-                    self._write_run(items, outcomes, runs[number], scratch)
+                    self._write_run(items, outcomes, run, scratch)
         finally:
             self._ring.give(scratch)
 

@@ -17,6 +17,8 @@ import stat
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from tierkv.errors import ChunkSizeError
@@ -35,6 +37,7 @@ from tierkv.tiers._fs.format import (
     part_name,
 )
 from tierkv.tiers._fs.memory import Scratch, zero
+from tierkv.tiers._fs.pieces import LONG_NBYTES, PIECE_NBYTES, in_pages, sum_of_pieces
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -121,14 +124,9 @@ class ChunkFiles:
         A write that ends short raises ENOSPC. Where not even what was begun can be removed, LeftoverError says what
         lies there.
         """
-        payload, tail_nbytes = buffer[: chunk.nbytes], chunk.nbytes % PAGE_NBYTES
+        payload = buffer[: chunk.nbytes]
         pack_header(scratch.header, chunk, self._digest, owner, self._sums.of(payload), sums=self._sums)
-        parts = [scratch.header, payload[: chunk.nbytes - tail_nbytes]]
-        if tail_nbytes:
-            # Never the caller's own last page: behind the payload it may hold another tenant's bytes.
-            scratch.tail[:tail_nbytes] = payload[-tail_nbytes:]
-            zero(scratch.tail, tail_nbytes)
-            parts.append(scratch.tail)
+        parts = (scratch.header, *in_pages(payload, scratch.tail))
         name = file_name(chunk.key, owner)
         part = part_name(name, scratch.worker)
         leaf_fd = self._make_leaf(leaf_of(chunk.key))
@@ -227,7 +225,7 @@ class ChunkFiles:
             self._durable_leaves.add(leaf)
         return leaf_fd
 
-    def _write_part(self, leaf_fd: int, part: str, parts: list[memoryview]) -> None:
+    def _write_part(self, leaf_fd: int, part: str, parts: Sequence[memoryview]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE | (_DIRECT if self._direct else 0)
         try:
             fd = os.open(part, flags, 0o600, dir_fd=leaf_fd)
@@ -244,7 +242,7 @@ class ChunkFiles:
         finally:
             os.close(fd)
 
-    def _pwrite_all(self, fd: int, parts: list[memoryview]) -> None:
+    def _pwrite_all(self, fd: int, parts: Sequence[memoryview]) -> None:
         total = sum(map(len, parts))
         if self._direct:
             try:
@@ -280,10 +278,12 @@ class ChunkFiles:
         payload_nbytes = found.st_size - HEADER_NBYTES
         # Whole pages go straight into the buffer; the last one through scratch if the buffer has no room for its zeros.
         straight_nbytes = min(payload_nbytes, len(buffer) & -PAGE_NBYTES)
-        parts = [scratch.header, buffer[:straight_nbytes]]
+        in_pieces = straight_nbytes == payload_nbytes > LONG_NBYTES
+        parts = [scratch.header, buffer[: PIECE_NBYTES if in_pieces else straight_nbytes]]
         if straight_nbytes < payload_nbytes:
             parts.append(scratch.tail)
-        self._pread_all(fd, parts, found)
+        fill = partial(self._pread_all, fd, found)
+        fill(parts)
         try:
             header = header_of(scratch.header, key, self._digest, found.st_size, sums=self._sums)
         except BadHeaderError as error:
@@ -293,7 +293,8 @@ class ChunkFiles:
             raise ChunkSizeError(f"a buffer of {len(buffer)} bytes for a chunk of {nbytes}")
         if nbytes > straight_nbytes:
             buffer[straight_nbytes:nbytes] = scratch.tail[: nbytes - straight_nbytes]
-        if not hmac.compare_digest(self._sums.of(buffer[:nbytes]), header.checksum):
+        its_sum = sum_of_pieces(self._sums, buffer, nbytes, fill) if in_pieces else self._sums.of(buffer[:nbytes])
+        if not hmac.compare_digest(its_sum, header.checksum):
             raise CorruptFileError("payload checksum", identity_of(found))
         zero(buffer, nbytes)
         if touch and time.time() - found.st_mtime > TOUCH_AFTER_S:
@@ -301,17 +302,17 @@ class ChunkFiles:
                 os.utime(fd)
         return header
 
-    def _pread_all(self, fd: int, parts: list[memoryview], found: os.stat_result) -> None:
+    def _pread_all(self, fd: int, found: os.stat_result, parts: Sequence[memoryview], offset: int = 0) -> None:
         total = sum(map(len, parts))
         if self._direct:
             try:
-                if os.preadv(fd, parts, 0) == total:
+                if os.preadv(fd, parts, offset) == total:
                     return
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
             self._leave_direct(fd)
-        if os.preadv(fd, parts, 0) != total:
+        if os.preadv(fd, parts, offset) != total:
             if os.fstat(fd).st_size == found.st_size:  # the file is as long as it was: not its fault
                 raise OSError(errno.EIO, "the read ended short")
             raise CorruptFileError("the file ends short", identity_of(found))

@@ -77,10 +77,10 @@ class Operations:
         for i in indices:
             outcomes[i] = self._write(*items[i], scratch)
 
-    def delete_some(self, keys: Sequence[ChunkKey], errors: dict[ChunkKey, OSError], indices: Iterator[int]) -> None:
+    def delete_some(self, errors: dict[ChunkKey, OSError], keys: Iterator[ChunkKey]) -> None:
         """One worker's part of a batch; ``errors`` takes what could not be removed."""
-        for i in indices:
-            self._delete(keys[i], errors)
+        for key in keys:
+            self._delete(key, errors)
 
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         return [found is not None for found in self._lookups.probe(keys)]

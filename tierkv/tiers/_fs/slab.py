@@ -331,10 +331,11 @@ class Slab:
         """Whether the file is as long as to hold this slot."""
         return os.fstat(self._buffered.fd).st_size >= (slot + 1) * self.slot_nbytes
 
-    def write(self, slot: int, parts: Sequence[memoryview]) -> None:
-        """Write ``parts`` from the slot on, which is taken. Raises OSError; what the slot holds then has no row."""
-        if not self._write_direct(slot, parts):
-            n = os.pwritev(self._buffered.fd, parts, slot * self.slot_nbytes)
+    def write(self, slot: int, parts: Sequence[memoryview], skip_nbytes: int = 0) -> None:
+        """Write ``parts`` from a taken slot, or a place in it, on. Raises OSError. What it holds has no row yet."""
+        offset = slot * self.slot_nbytes + skip_nbytes
+        if not self._write_direct(offset, parts):
+            n = os.pwritev(self._buffered.fd, parts, offset)
             if n != sum(map(len, parts)):
                 raise OSError(errno.ENOSPC, "the write ended short")
 
@@ -351,11 +352,11 @@ class Slab:
         """The rows written before are on the disk. Raises OSError."""
         os.fdatasync(self._catalogue_file.fd)
 
-    def _write_direct(self, slot: int, parts: Sequence[memoryview]) -> bool:
+    def _write_direct(self, offset: int, parts: Sequence[memoryview]) -> bool:
         if self._direct is self._buffered:
             return False
         try:
-            n = os.pwritev(self._direct.fd, parts, slot * self.slot_nbytes)
+            n = os.pwritev(self._direct.fd, parts, offset)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

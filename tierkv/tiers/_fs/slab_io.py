@@ -7,6 +7,7 @@ import errno
 import hmac
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from tierkv.errors import ChunkSizeError
@@ -24,6 +25,7 @@ from tierkv.tiers._fs.format import (
     payloads_in_slots,
 )
 from tierkv.tiers._fs.memory import Scratch, zero
+from tierkv.tiers._fs.pieces import LONG_NBYTES, PIECE_NBYTES, in_pages, sum_of_pieces
 from tierkv.tiers._fs.slab import Berth, Slab
 from tierkv.types import Chunk, ChunkKey
 
@@ -32,15 +34,14 @@ RUN_NBYTES: Final = 2176 << 10
 RUN_IN_MEMORY_NBYTES: Final = 2 << 20
 """A checksum that follows finds its bytes still in a cache, if not the nearest; a chunk of a MiB is alone."""
 MOST_IN_RUN: Final = 16
-PIECE_NBYTES: Final = 512 * 1024
 
 
 class SlabIO:
     """Packs, checks and moves. Who may use which slot is the caller's affair.
 
     Args:
-        in_memory: the root lies there: what is read in pieces is read as fast, and summed up faster. On a disk long
-            calls are faster.
+        in_memory: the root lies there: what a call has read is summed up while it is still in a cache, so calls are
+            shorter; and nothing is gained by writing in pieces, as only one is written at a time.
 
     Concurrency: any thread, on different slots.
     """
@@ -59,24 +60,40 @@ class SlabIO:
 
     def write(self, slab: Slab, slots: range, items: Sequence[tuple[Chunk, memoryview]], scratch: Scratch) -> None:
         """Fill ``slots`` with as many chunks. Nobody can find them before they are committed. Raises OSError."""
+        if len(items) == 1 and items[0][0].nbytes > LONG_NBYTES and not self._in_memory:
+            self._write_pieces(slab, slots.start, *items[0], scratch)
+        else:
+            self._write_whole(slab, slots, items, scratch)
+        if self._durable:
+            slab.sync()
+
+    def _write_whole(
+        self, slab: Slab, slots: range, items: Sequence[tuple[Chunk, memoryview]], scratch: Scratch
+    ) -> None:
         parts: list[memoryview] = []
         first = slots.start
         for i, (chunk, buffer) in enumerate(items):
-            payload, tail_nbytes = buffer[: chunk.nbytes], chunk.nbytes % PAGE_NBYTES
+            payload = buffer[: chunk.nbytes]
             pack_header(scratch.headers[i], chunk, self._digest, slab.owner, self._sums.of(payload), sums=self._sums)
-            parts += (scratch.headers[i], payload[: chunk.nbytes - tail_nbytes])
-            if tail_nbytes:
-                # Never the caller's own last page: behind the payload it may hold another tenant's bytes.
-                scratch.tails[i][:tail_nbytes] = payload[-tail_nbytes:]
-                zero(scratch.tails[i], tail_nbytes)
-                parts.append(scratch.tails[i])
+            parts += (scratch.headers[i], *in_pages(payload, scratch.tails[i]))
             if HEADER_NBYTES + padded_nbytes(chunk.nbytes) < slab.slot_nbytes or i == len(items) - 1:
                 # A shorter chunk ends the call: what lies behind it in its slot is left as it is.
                 with self._turn:
                     slab.write(first, parts)
                 parts, first = [], slots.start + i + 1
-        if self._durable:
-            slab.sync()
+
+    def _write_pieces(self, slab: Slab, slot: int, chunk: Chunk, buffer: memoryview, scratch: Scratch) -> None:
+        """A long chunk, its first piece last: that has the sum of all of them before it."""
+        payload, hasher = buffer[: chunk.nbytes], self._sums.hasher()
+        hasher.update(payload[:PIECE_NBYTES])
+        for at in range(PIECE_NBYTES, chunk.nbytes, PIECE_NBYTES):
+            piece = payload[at : at + PIECE_NBYTES]
+            hasher.update(piece)
+            with self._turn:
+                slab.write(slot, in_pages(piece, scratch.tail), HEADER_NBYTES + at)
+        pack_header(scratch.header, chunk, self._digest, slab.owner, hasher.digest(), sums=self._sums)
+        with self._turn:
+            slab.write(slot, [scratch.header, payload[:PIECE_NBYTES]])
 
     def commit(self, slab: Slab, slots: range, keys: Sequence[ChunkKey]) -> list[OSError | None]:
         """Let each chunk be found, and say why one cannot be."""
@@ -100,7 +117,7 @@ class SlabIO:
             OSError: it could not be read now.
         """
         slab = berth.slab
-        if self._in_memory and len(buffer) >= slab.slot_nbytes - HEADER_NBYTES > 2 * PIECE_NBYTES:
+        if len(buffer) >= slab.slot_nbytes - HEADER_NBYTES > LONG_NBYTES:
             self._read_pieces(berth, key, buffer, scratch)
             return
         payload_nbytes = min(slab.slot_nbytes - HEADER_NBYTES, padded_nbytes(len(buffer)))
@@ -120,16 +137,11 @@ class SlabIO:
         zero(buffer, nbytes)
 
     def _read_pieces(self, berth: Berth, key: ChunkKey, buffer: memoryview, scratch: Scratch) -> None:
-        """``read`` for a long chunk in memory: each piece is summed up while it is still in the core's cache."""
         self._fill(berth, [scratch.header, buffer[:PIECE_NBYTES]])
         header = self._header(berth, key, scratch)
         nbytes = header.chunk.nbytes
-        hasher = self._sums.hasher()
-        hasher.update(buffer[: min(PIECE_NBYTES, nbytes)])
-        for at in range(PIECE_NBYTES, nbytes, PIECE_NBYTES):
-            self._fill(berth, [buffer[at : min(at + PIECE_NBYTES, padded_nbytes(nbytes))]], HEADER_NBYTES + at)
-            hasher.update(buffer[at : min(at + PIECE_NBYTES, nbytes)])
-        if not hmac.compare_digest(hasher.digest(), header.checksum):
+        found = sum_of_pieces(self._sums, buffer, nbytes, partial(self._fill, berth))
+        if not hmac.compare_digest(found, header.checksum):
             raise CorruptFileError("payload checksum", berth.identity)
         zero(buffer, nbytes)
 
