@@ -173,7 +173,7 @@ async def test_a_deletion_between_the_trim_and_the_books_is_final(root: Path, mo
 
         def and_a_deletion(*args: Any) -> Any:
             result = trim(*args)
-            operations.delete_some([K], {}, iter([0]))
+            operations.delete_some({}, iter([K]))
             return result
 
         monkeypatch.setattr(scanner, "_trim", and_a_deletion)
@@ -240,7 +240,7 @@ async def test_a_deletion_in_the_middle_of_the_trim_counts_as_room(root: Path, m
         def and_a_deletion(*args: Any) -> Any:
             fresh = without(*args)
             if unseen:
-                operations.delete_some([unseen.pop()], {}, iter([0]))
+                operations.delete_some({}, iter([unseen.pop()]))
             return fresh
 
         monkeypatch.setattr(scanner, "_without", and_a_deletion)

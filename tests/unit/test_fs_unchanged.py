@@ -88,7 +88,7 @@ async def test_what_was_found_or_removed_meanwhile_is_not_announced(
     def disturb(tier: FSTier) -> None:
         assert _mount(tier).lookups.probe([key_of(1), key_of(0)]) == [Found(key_of(i), CHARGE) for i in (1, 0)]
         for i in (0, 5):
-            _mount(tier).operations.delete_some([key_of(i)], {}, iter([0]))
+            _mount(tier).operations.delete_some({}, iter([key_of(i)]))
 
     waits = before_they_enter(monkeypatch, disturb)
     async with opened(root, wait=False) as tier:
