@@ -69,8 +69,8 @@ class Kinds:
         return self.of((group, nbytes, tenant, partial))
 
 
-class Run(NamedTuple):
-    """Chunks of one group and kind, by column: what a request offers at once, which need not be chunks for that."""
+class Columns(NamedTuple):
+    """Chunks of one group and kind, by column: what a request offers in one call, with no chunk made for it."""
 
     keys: Sequence[ChunkKey]
     end_tokens: Sequence[int]
@@ -87,8 +87,8 @@ class Run(NamedTuple):
 
     def chunks(self) -> list[Chunk]:
         group, nbytes, tenant, partial = self.kind
-        columns = zip(self.keys, self.parents(), self.end_tokens, strict=False)
-        return [_make(Chunk, (key, parent, group, end, nbytes, tenant, partial)) for key, parent, end in columns]
+        rows = zip(self.keys, self.parents(), self.end_tokens, strict=False)
+        return [_make(Chunk, (key, parent, group, end, nbytes, tenant, partial)) for key, parent, end in rows]
 
 
 class _Flag:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from tierkv._entry import GONE, OWNED, PENDING, READY, STORED, WRITER, Entry, Kinds, Run, State, of_its_tenant
+from tierkv._entry import GONE, OWNED, PENDING, READY, STORED, WRITER, Columns, Entry, Kinds, State, of_its_tenant
 from tierkv._order import KeyedOrder, SeatedOrder
 from tierkv._recount import recount
 from tierkv._slots import Slots, fitting
@@ -133,12 +133,12 @@ class Ledger:
             self._order.insert(taken, chunks if len(taken) == len(chunks) else chunks[: len(taken)])
         return taken
 
-    def reserve_run(self, run: Run) -> list[Entry]:
+    def reserve_columns(self, columns: Columns) -> list[Entry]:
         """:meth:`reserve` for chunks by column, which are some, in a level with slots."""
         assert self._slots is not None
-        taken = self._slots.fill(run)
+        taken = self._slots.fill(columns)
         if taken:
-            self._enter(run.keys, taken)
+            self._enter(columns.keys, taken)
             self._order.seat(taken)
         return taken
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
-from tierkv._entry import Entry, Run
+from tierkv._entry import Columns, Entry
 from tierkv._flow import NOTHING, PATIENCE, SLICE, Flow
 from tierkv._level import LevelPlan
 from tierkv.types import Chunk, ChunkKey, Reason
@@ -56,19 +56,19 @@ class Room(Flow):
         self._counts.offered += n_chunks
         return primary.reserve(chunks)
 
-    def offer_run(self, run: Run, shielded: Collection[ChunkKey]) -> list[Entry] | None:
+    def offer_columns(self, columns: Columns, shielded: Collection[ChunkKey]) -> list[Entry] | None:
         """:meth:`offer_new` for chunks by column, all of them different."""
-        keys, get = run.keys, self._get
+        keys, get = columns.keys, self._get
         n_chunks = len(keys)
-        if not self._undemanding or run.kind.nbytes > self._slot_nbytes or any(map(get, keys)):
+        if not self._undemanding or columns.kind.nbytes > self._slot_nbytes or any(map(get, keys)):
             return None
         n_short = n_chunks - len(self._free_slots) - len(self._spare)
         if n_short > 0:
-            before = get(run.parent) if run.parent is not None else None
+            before = get(columns.parent) if columns.parent is not None else None
             if not self._make_way(n_short, shielded, () if before is None else (before,)):
                 return None
         self._counts.offered += n_chunks
-        return self.primary.reserve_run(run)
+        return self.primary.reserve_columns(columns)
 
     def offer_one(self, chunk: Chunk, shielded: Collection[ChunkKey]) -> Entry | None:
         """:meth:`offer_new` for one chunk: what a request in pieces of 1 pays each time."""

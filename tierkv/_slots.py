@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tierkv._entry import OWNED, PENDING, WRITER, Entry, Kinds, Run
+from tierkv._entry import OWNED, PENDING, WRITER, Columns, Entry, Kinds
 from tierkv.types import Chunk
 
 
@@ -37,16 +37,16 @@ class Slots:
     def n_free(self) -> int:
         return len(self.free) + len(self.spare)
 
-    def fill(self, run: Run) -> list[Entry]:
+    def fill(self, columns: Columns) -> list[Entry]:
         """A PENDING entry in a slot for each leading chunk that finds one.
 
         One loop with everything in it: every chunk that vLLM offers comes by, and a constructor costs as much again.
         """
-        keys, kind, n_chunks = run.keys, run.kind, len(run.keys)
+        keys, kind, n_chunks = columns.keys, columns.kind, len(columns.keys)
         self.generation = generation = self.generation + 1
         entries = self._take(n_chunks)
         pending, owned, writer = PENDING, OWNED, WRITER
-        for entry, key, parent, end_token in zip(entries, keys, run.parents(), run.end_tokens, strict=False):
+        for entry, key, parent, end_token in zip(entries, keys, columns.parents(), columns.end_tokens, strict=False):
             entry.key = key
             entry.parent = parent
             entry.link = None

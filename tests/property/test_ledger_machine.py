@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ManualClock, ancestors, make_policy
-from tierkv._entry import Run
+from tierkv._entry import Columns
 from tierkv._hints import Hint, Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry, Ledger, State
 from tierkv.types import Chunk, ChunkKey
@@ -112,7 +112,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.slotted)
     @rule(path=st.sampled_from(PATHS), n=st.integers(1, 4), chained=st.booleans())
-    def reserve_run(self, path: list[Chunk], n: int, chained: bool) -> None:
+    def reserve_columns(self, path: list[Chunk], n: int, chained: bool) -> None:
         """The same for chunks by column, which are of one kind."""
         path = [chunk._replace(nbytes=SLOT, parent=chunk.parent if chained else None, group=0) for chunk in path]
         missing = [chunk.key not in self.lines for chunk in path]
@@ -123,15 +123,15 @@ class LedgerMachine(RuleBasedStateMachine):
         chunks = chunks[
             : next((i for i in range(1, len(chunks)) if chained and chunks[i].parent != chunks[i - 1].key), n)
         ]
-        run = Run(
+        columns = Columns(
             [chunk.key for chunk in chunks],
             [chunk.end_token for chunk in chunks],
             chunks[0].parent,
             chained,
             self.ledger.kinds.of_chunk(chunks[0]),
         )
-        assert run.chunks() == chunks
-        taken = self.ledger.reserve_run(run)
+        assert columns.chunks() == chunks
+        taken = self.ledger.reserve_columns(columns)
         assert [entry.chunk for entry in taken] == chunks[: self.free // SLOT]
         self.entered(taken)
 

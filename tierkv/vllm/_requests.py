@@ -7,7 +7,7 @@ from itertools import groupby, islice
 from operator import itemgetter, lt
 from typing import Any, NamedTuple
 
-from tierkv._entry import GONE, PENDING, Entry, Kinds, Run
+from tierkv._entry import GONE, PENDING, Columns, Entry, Kinds
 from tierkv.types import Chunk, ChunkKey
 from tierkv.vllm._wishes import NOTHING, Wishes
 
@@ -105,10 +105,10 @@ class ChunkMaker:
         position = request.position or _call_order(request, self)
         chunks: list[Chunk] = []
         tenant, tails = request.tenant, request.tails
-        for group, run in ((self._only, keys),) if self._only is not None else self._runs(keys):
+        for group, its_keys in ((self._only, keys),) if self._only is not None else self._by_group(keys):
             group_id, _, sliding, nbytes = group
             before, parent = (0, None) if sliding else tails.get(group_id, _NO_TAIL)
-            for key in run:
+            for key in its_keys:
                 end = position(key) or 0
                 if sliding or before >= end:
                     parent = None
@@ -118,7 +118,7 @@ class ChunkMaker:
                 tails[group_id] = (before, parent)
         return chunks
 
-    def run(self, keys: Sequence[ChunkKey], request: Request, kinds: Kinds) -> Run | None:
+    def columns(self, keys: Sequence[ChunkKey], request: Request, kinds: Kinds) -> Columns | None:
         """:meth:`make` by column, cheaply, for keys of one group that come in order; None: they do not, or may not."""
         if request.position is None or self._only is None:
             return None
@@ -132,7 +132,7 @@ class ChunkMaker:
         else:
             request.tails[group_id] = (ends[-1], keys[-1])
         kind = kinds.of((group_id, nbytes, request.tenant, False))
-        return _make(Run, (keys, ends, parent, not sliding, kind))
+        return _make(Columns, (keys, ends, parent, not sliding, kind))
 
     def make_one(self, key: ChunkKey, request: Request) -> Chunk:
         """:meth:`make` for one key where there is one group: what a request in pieces of 1 pays each time."""
@@ -147,9 +147,9 @@ class ChunkMaker:
             request.tails[group_id] = (end, key)
         return _make(Chunk, (key, parent, group_id, end, nbytes, request.tenant, False))
 
-    def _runs(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[Group, Iterable[ChunkKey]]]:
-        for suffix, run in groupby(keys, key=itemgetter(_SUFFIX)):
-            yield self._groups[suffix], run
+    def _by_group(self, keys: Iterable[ChunkKey]) -> Iterator[tuple[Group, Iterable[ChunkKey]]]:
+        for suffix, its_keys in groupby(keys, key=itemgetter(_SUFFIX)):
+            yield self._groups[suffix], its_keys
 
     def learned(self, entries: Sequence[Entry], request: Request) -> Sequence[Chunk] | None:
         """Chunks about to be loaded, made again where entries that a scan found know too little. None: all is known."""

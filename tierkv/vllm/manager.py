@@ -158,13 +158,13 @@ class TierKVManager(Lookups, OffloadingManager):  # type: ignore[misc]
         if len(keys) == 1 and not self._many_groups and page is not None and request.hole is None:
             (key,) = keys
             return self._prepare_one(key, request, page)
-        run = self._maker.run([*keys], request, self._primary.kinds) if keys else None
-        if run is not None and page is not None and request.hole is None:
-            entries = self.hierarchy.offer_run(run, self._answered)
+        columns = self._maker.columns([*keys], request, self._primary.kinds) if keys else None
+        if columns is not None and page is not None and request.hole is None:
+            entries = self.hierarchy.offer_columns(columns, self._answered)
             if entries is not None:
-                self._reached(request, run.kind.group, run.end_tokens[-1])
+                self._reached(request, columns.kind.group, columns.end_tokens[-1])
                 return self._give(entries, request, page)
-        chunks = self._maker.make(keys, request) if run is None else run.chunks()
+        chunks = self._maker.make(keys, request) if columns is None else columns.chunks()
         if page is None:
             self._refuse(chunks, Reason.CLOSED)
             return _nothing()
