@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -141,18 +140,23 @@ def compare(
                 side.close()
 
 
+def growth(small: int, large: int, n_pairs: int = N_PAIRS) -> Iterator[Row]:
+    """What a chunk costs in a large pool by what it costs in a small one, both full, by turns."""
+    sides = [filled(n_slots, Ours) for n_slots in (small, large)]
+    gc.collect()
+    for n_chunks, size in SHAPES[:2]:
+        for figure, (before, after) in pairs(n_chunks, size, n_pairs, sides).items():
+            what = f"{figure}, LRU, request {n_chunks}: cost in a pool of {large:,} by that in one of {small:,}"
+            times = [cost / least for least, cost in zip(before, after, strict=True)]
+            must = None if figure == "lookup" else GROWTH
+            yield Row("scheduler", what, "times", times, higher_is_better=False, must=must)
+
+
 def run(folder: Path, sizes: Sequence[int] = SIZES, n_pairs: int = N_PAIRS) -> Iterator[Row]:
-    of_size: dict[int, dict[str, float]] = {}
     for n_slots in sizes:
-        of_size[n_slots] = {}
-        for row in compare(("LRU", "vLLM's lru"), n_slots, (Ours, Theirs), n_pairs, gated=n_slots == GATED_SIZE):
-            figure = row.what.partition(",")[0]
-            of_size[n_slots].setdefault(figure, statistics.median(row.ours))
-            yield row
-    small, large = of_size[min(sizes)], of_size[max(sizes)]
-    for figure, cost in large.items() if len(sizes) > 1 else ():
-        what = f"{figure}, LRU: cost in the largest pool by that in the smallest"
-        yield Row("scheduler", what, "times", [cost / small[figure]], higher_is_better=False, must=GROWTH)
+        yield from compare(("LRU", "vLLM's lru"), n_slots, (Ours, Theirs), n_pairs, gated=n_slots == GATED_SIZE)
+    if len(sizes) > 1:
+        yield from growth(min(sizes), max(sizes), n_pairs)
     if GATED_SIZE in sizes:
         yield from compare(("ARC", "vLLM's arc"), GATED_SIZE, (OursARC, TheirsARC), n_pairs)
     with tempfile.TemporaryDirectory(dir=folder) as made:

@@ -140,12 +140,12 @@ class Jobs:
     def close_load(self, keys: Collection[ChunkKey]) -> None:
         """A load has ended on every rank, says vLLM. Keys without an open load are ignored: they are late."""
         name = _name(keys)
-        jobs = self._loads.get(name)
+        jobs = self._loads.pop(name, None)
         if jobs is None:
             return
         job = jobs.pop(0)
-        if not jobs:
-            del self._loads[name]
+        if jobs:
+            self._loads[name] = jobs
         self._hierarchy.release(*job.entries)
 
     def abandon(self) -> None:

@@ -169,7 +169,7 @@ class ChunkMaker:
 
 def _is_chain(entries: Sequence[Entry]) -> bool:
     """Whether all know a parent but perhaps the first, of which a head may have none."""
-    return None not in [entry.parent for entry in islice(entries, 1, None)]
+    return all([entry.parent for entry in islice(entries, 1, None)])  # noqa: C419 - a generator takes twice as long
 
 
 def _call_order(request: Request, maker: ChunkMaker) -> Callable[[Any], int]:
