@@ -114,7 +114,7 @@ async def made(root: Path, n_chunks: int, layout: Layout) -> None:
         await asyncio.sleep(0.001)
     await store(tier, chunk_of(REAL))
     assert tier._mount is not None
-    owner = tier._mount._seat.id
+    owner = tier._mount._ownership.id
     kill(tier)
     others = (ChunkKey(i.to_bytes(4, "little") + bytes(28)) for i in range(1, n_chunks))
     (_in_slab if layout == "slab" else _in_files)(root / namespace_digest(NAMESPACE).hex(), owner, others)

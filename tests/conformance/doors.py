@@ -70,7 +70,7 @@ class FSDoor:
     def __init__(self, tier: Any) -> None:
         mount = tier._mount
         self._root = Path(os.readlink(f"/proc/self/fd/{mount._root_fd}"))
-        self._owner: str = mount._seat.id
+        self._owner: str = mount._ownership.id
         self._digest = bytes.fromhex(Path(os.readlink(f"/proc/self/fd/{mount._namespace_fd}")).name)
 
     def get(self, key: ChunkKey) -> bytes | None:
@@ -140,7 +140,7 @@ class SlabDoor:
 
     def _berth(self, key: ChunkKey) -> Any:
         held = self._mount.books.get(key)
-        for owner in self._mount._seat.held_ids() if held is None else [self._mount._seat.ids[held.slot]]:
+        for owner in self._mount._ownership.held_ids() if held is None else [self._mount._ownership.ids[held.slot]]:
             berth = self._mount._slabs.find(key, owner, held)
             if berth is not None:
                 return berth

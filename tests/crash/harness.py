@@ -172,7 +172,7 @@ class Tally:
             assert not (fits and counters["trimmed"]), counters
             assert counts["?"] == 0, counts
             assert counts["index"] <= counts["lock"] - 2, counts  # ours has been read, so it is gone
-            idle = _idle_owners(root) - {_mount(tier)._seat.id}
+            idle = _idle_owners(root) - {_mount(tier)._ownership.id}
             assert not idle, "lock files of dead owners who have nothing left"
             if n_owners == 1:
                 assert counts["lock"] == 2, counts

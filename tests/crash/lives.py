@@ -86,7 +86,7 @@ class Life:
 
     def _on_event(self, event: Event) -> None:
         # What another owner wrote is told of, too, but is that owner's to promise and to remove.
-        stored, alone = event.kind is EventKind.STORED, not _mount(self.tier)._seat.foreign_ids
+        stored, alone = event.kind is EventKind.STORED, not _mount(self.tier)._ownership.foreign_ids
         if event.level == 1 and (self.tier.owns(event.key) or (stored and alone)):
             self._diary.say("+" if stored else "-", time.monotonic_ns(), event.key.hex())
 

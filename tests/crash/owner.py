@@ -98,7 +98,7 @@ async def roam(root: Path, n_chunks: int, number: int) -> None:
     async with cache_on(root, n_chunks) as cache:
         tier = cache._levels[1].tier
         assert isinstance(tier, FSTier) and tier._mount is not None
-        seen["taken_over"] = int(tier._mount._seat.new_id is None)
+        seen["taken_over"] = int(tier._mount._ownership.new_id is None)
         while not ended.is_set():
             await use(cache, draw, seen)
             seen["vanished"] = ear(cache).n_vanished  # type: ignore[attr-defined]

@@ -84,7 +84,7 @@ class FSMachine(RuleBasedStateMachine):
             assert [f.chunk for f in announced] == self.order
             self.order = None
         self.tier = tier
-        self.ids.add(self.seat.id)
+        self.ids.add(self.ownership.id)
         for number, chunk in self.model.items():
             assert found.pop(chunk.key).charge_nbytes == self.charge(chunk), number
         # What else was found may only be a file that was tampered with and still looks whole.
@@ -228,7 +228,7 @@ class FSMachine(RuleBasedStateMachine):
         assert ours <= capacity
         if self.tier is None:
             return
-        mount = self.seat_of()
+        mount = self.mount_of()
         mount.books.check()
         assert ours <= mount.books.used_nbytes <= capacity
         expected = sum(self.charge(chunk) for chunk in self.model.values())
@@ -255,10 +255,10 @@ class FSMachine(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
     @property
-    def seat(self) -> Any:
-        return self.seat_of()._seat
+    def ownership(self) -> Any:
+        return self.mount_of()._ownership
 
-    def seat_of(self) -> Any:
+    def mount_of(self) -> Any:
         assert self.tier is not None and self.tier._mount is not None
         return self.tier._mount
 
@@ -291,7 +291,7 @@ class SlabMachine(FSMachine):
 
     def on_disk_nbytes(self, ours: int) -> int:
         catalogues = sum(path.stat().st_size for path in self.root.rglob("*.slots"))
-        return super().on_disk_nbytes(ours) - catalogues - int(self.seat_of().books.idle_nbytes)
+        return super().on_disk_nbytes(ours) - catalogues - int(self.mount_of().books.idle_nbytes)
 
 
 TestSlabMachine = SlabMachine.TestCase

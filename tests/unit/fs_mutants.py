@@ -524,7 +524,7 @@ MUTANTS = [
     Mutant(
         "index of an owner without a page",
         "_fs/mount.py",
-        "if not self._seat.has_page or ",
+        "if not self._ownership.has_page or ",
         "if ",
         "unit/test_fs_reserved.py",
     ),

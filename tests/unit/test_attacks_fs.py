@@ -154,7 +154,7 @@ async def test_an_owner_that_cannot_be_seen_counts(root: Path, monkeypatch: pyte
     async with opened(root, 20) as first, opened(root, 20) as second:
         _mount(first).beat()
         _mount(second).beat()
-        limit_nbytes, foreign = _mount(second).books.limit_nbytes, _mount(second)._seat.foreign_ids
+        limit_nbytes, foreign = _mount(second).books.limit_nbytes, _mount(second)._ownership.foreign_ids
         assert foreign
         real = os.open
 
@@ -165,9 +165,9 @@ async def test_an_owner_that_cannot_be_seen_counts(root: Path, monkeypatch: pyte
 
         monkeypatch.setattr(os, "open", scarce)
         with pytest.raises(OSError, match="Too many open files"):
-            _mount(second)._seat.refresh()
+            _mount(second)._ownership.refresh()
         monkeypatch.undo()
-        assert (_mount(second).books.limit_nbytes, _mount(second)._seat.foreign_ids) == (limit_nbytes, foreign)
+        assert (_mount(second).books.limit_nbytes, _mount(second)._ownership.foreign_ids) == (limit_nbytes, foreign)
 
 
 async def test_a_hostile_header_is_one_corrupt_chunk(root: Path) -> None:

@@ -97,16 +97,16 @@ async def test_a_catalogue_that_was_cut_before_its_owner_died(root: Path) -> Non
         await store(dying, *(chunk_of(i) for i in range(3)))
         mount.beat()
         await store(heir, chunk_of(8))
-        owner = _mount(dying)._seat.id
+        owner = _mount(dying)._ownership.id
         catalogue = next(path for path in root.rglob("*.slots") if path.name.startswith(owner))
         kill(dying)
         os.truncate(catalogue, PAGE)
-        mount._seat._clock = lambda: 0.0
+        mount._ownership._clock = lambda: 0.0
         mount.beat()
-        mount._seat._clock = lambda: 1e6
+        mount._ownership._clock = lambda: 1e6
         await asyncio.to_thread(mount.beat)
         await scanned(heir)
-        assert owner in mount._seat.held_ids() and not mount.books.is_scanning
+        assert owner in mount._ownership.held_ids() and not mount.books.is_scanning
         assert await fetch(heir, *(chunk_of(i) for i in range(3))) == [OK] * 3
 
 

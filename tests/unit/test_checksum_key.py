@@ -359,7 +359,7 @@ async def test_the_secret_is_nowhere(
             await cache.load(hit, buffers(hit.chunks))
             mount = tier._mount
             assert mount is not None
-            shown += [tier, cache, mount, mount._seat, vars(mount._wishes), tier.counters(), tier.usage()]
+            shown += [tier, cache, mount, mount._ownership, vars(mount._wishes), tier.counters(), tier.usage()]
             shown += [mount.operations._files._sums, cache.statistics()]
     command = [sys.executable, "-m", "tierkv.cli", "verify", str(root), "--checksum-key-env", "TIERKV_TEST_KEY"]
     ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=PATIENCE_S, check=False)

@@ -122,7 +122,7 @@ async def test_a_probe_beside_a_deletion_leaves_its_bytes_charged(root: Path, mo
     """The row is gone and the slot not idle yet: the chunk has not vanished, and what it occupies still counts."""
     async with opened(root, n_chunks=2) as tier:
         await store(tier, chunk_of(0))
-        slab = _mount(tier)._slabs.find(K, _mount(tier)._seat.id).slab
+        slab = _mount(tier)._slabs.find(K, _mount(tier)._ownership.id).slab
         erase, erased, may = slab.erase, threading.Event(), threading.Event()
 
         def slowly(*args: Any) -> bool:

@@ -109,7 +109,7 @@ async def adopted(root: Path, clock: Times, n_chunks: int = 3) -> FSTier:
     await beat(one, two)
     kill(two)
     await _later(clock, one)
-    assert len(_mount(one)._seat.held_ids()) == 2
+    assert len(_mount(one)._ownership.held_ids()) == 2
     return one
 
 
@@ -130,7 +130,7 @@ async def test_a_newcomer_takes_all_that_a_dead_process_held(root: Path, instant
     await beat(old, new)
     kill(old)
     await beat(new)
-    assert len(_mount(new)._seat.held_ids()) == 3
+    assert len(_mount(new)._ownership.held_ids()) == 3
     await fill(new)
     assert instants.wrong == []
     await new.aclose()
@@ -146,13 +146,13 @@ async def test_a_dead_process_of_two_namespaces_goes_to_one_heir(root: Path, ins
     await store(old, *(chunk_of(10 + i) for i in range(3)))
     kill(dead)
     await _later(clock, old)
-    assert len(_mount(old)._seat.held_ids()) == 2
+    assert len(_mount(old)._ownership.held_ids()) == 2
     heirs = [await newcomer(root, clock, b"another"), await newcomer(root, clock)]
     await beat(old, *heirs)
     kill(old)
     await beat(*heirs)
     await _later(clock, *heirs)
-    assert [len(_mount(heir)._seat.held_ids()) for heir in heirs] == [1, 3]
+    assert [len(_mount(heir)._ownership.held_ids()) for heir in heirs] == [1, 3]
     for heir in heirs:
         await fill(heir)
     for heir in heirs:
@@ -168,7 +168,7 @@ async def test_who_leaves_only_an_adopted_ids_files_says_so_in_its_page(
     other = await newcomer(root, clock)
     await beat(old, other)
     await old.delete([key_of(i) for i in range(3)])
-    own = _mount(old)._seat.id
+    own = _mount(old)._ownership.id
     await old.aclose()
     assert not (root / f"owner-{own}.lock").exists()
     assert reserved(root) - _mount(other).books.limit_nbytes >= 3 * CHARGE
@@ -196,7 +196,7 @@ async def test_dead_processes_ids_are_handed_back_with_what_each_holds(
     for tier in (old, larger):
         kill(tier)
     taken = await newcomer(root, clock)
-    assert len(list(root.glob("owner-*.lock"))) == 3 and len(_mount(taken)._seat.held_ids()) == 1
+    assert len(list(root.glob("owner-*.lock"))) == 3 and len(_mount(taken)._ownership.held_ids()) == 1
     await fill(taken)
     await taken.aclose()
     assert instants.wrong == []
@@ -223,7 +223,7 @@ async def test_a_newcomer_without_room_for_a_page_leaves_no_index(root: Path, in
         # As if it wrote all that it may.
         (root / "filler").write_bytes(bytes(capacity_for(N_CHUNKS) - recount(root)))
         new = await newcomer(root, clock)
-        assert not _mount(new)._seat.has_page
+        assert not _mount(new)._ownership.has_page
         await new.aclose()
         assert not list(root.glob("owner-*.index"))
         (root / "filler").unlink()

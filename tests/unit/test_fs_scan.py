@@ -189,7 +189,7 @@ async def test_batches_are_bounded(root: Path) -> None:
     """At most 2,000 chunks a batch, whatever the scan found."""
     async with opened(root, capacity="1GiB") as tier:
         await store(tier, chunk_of(0))
-        owner = tier._mount._seat.id  # type: ignore[union-attr]
+        owner = tier._mount._ownership.id  # type: ignore[union-attr]
     _plant(root, owner, range(1, BATCH + 5))
     async with opened(root, capacity="1GiB") as tier:
         sizes: list[int] = []
@@ -456,7 +456,7 @@ async def test_a_root_of_100_000_chunks_answers_at_once_while_the_scan_is_held(
     """With a tenth of the directories listed, a key in one of the others is found, read and verified."""
     async with opened(root, capacity="4GiB") as tier:
         await store(tier, *(chunk_of(i) for i in range(200)))
-        owner = tier._mount._seat.id  # type: ignore[union-attr]
+        owner = tier._mount._ownership.id  # type: ignore[union-attr]
         kill(tier)
     _plant(root, owner, range(200, 100_000))
     gate, held = threading.Event(), threading.Event()

@@ -76,7 +76,7 @@ def beat(*tiers: FSTier) -> None:
 
 
 def page_of(root: Path, tier: FSTier) -> OwnerPage:
-    page = OwnerPage.unpack((root / f"owner-{_of(tier)._seat.id}.lock").read_bytes())
+    page = OwnerPage.unpack((root / f"owner-{_of(tier)._ownership.id}.lock").read_bytes())
     assert page is not None
     return page
 
@@ -139,7 +139,7 @@ async def test_a_newcomers_lock_file_costs_nothing_on_a_full_root(root: Path) ->
         (root / "filler").write_bytes(bytes(spare))  # foreign: not counted by us, so the recount below is exact
         (root / "filler").unlink()
         async with opened(root, capacity=total) as new:
-            assert (root / f"owner-{_of(new)._seat.id}.lock").stat().st_size == 0
+            assert (root / f"owner-{_of(new)._ownership.id}.lock").stat().st_size == 0
             await old.delete([key_of(0), key_of(1), key_of(2)])
             beat(old, new)
             assert page_of(root, new).capacity_nbytes == total
@@ -330,9 +330,9 @@ async def test_a_process_that_is_half_dead_is_alive(root: Path, first_to_go: str
     await scanned(one)
     async with opened(root, n_chunks=20) as three:
         beat(one, three, one, three)
-        seat = _of(one)._seat
-        owner = next(o for o in seat.held_ids() if (o == seat.id) == (first_to_go == "own"))
-        seat._let_go(owner)
+        ownership = _of(one)._ownership
+        owner = next(o for o in ownership.held_ids() if (o == ownership.id) == (first_to_go == "own"))
+        ownership._let_go(owner)
         beat(three)
         assert three.counters()["adopted_owners"] == 0
         kill(one)
@@ -411,19 +411,19 @@ async def test_a_process_that_has_no_files_yet_goes_on_with_a_dead_ones(
     monkeypatch.setattr(_fs_owners, "ADOPT_AFTER_S", 60.0)
     old = await newcomer(root, 20)
     await store(old, chunk_of(1))
-    old_id = _of(old)._seat.id
+    old_id = _of(old)._ownership.id
     async with opened(root, n_chunks=20) as new, opened(root, n_chunks=20, ctx=context(namespace=b"x")) as other:
         beat(old, new, other)
         kill(old)
         beat(other, new)
         await scanned(new)
         assert (other.counters()["adopted_owners"], new.counters()["adopted_owners"]) == (0, 1)
-        assert _of(new)._seat.id == old_id
+        assert _of(new)._ownership.id == old_id
         assert [f.key for f in await first_batches(new)] == [key_of(1)]
         await store(new, chunk_of(2))
         assert len(path_of(root, key_of(2), new).read_bytes()) == CHARGE
         beat(new, other)
-        assert _of(other)._seat.n_owners == 2
+        assert _of(other)._ownership.n_owners == 2
     assert locks(root) == [f"owner-{old_id}.lock"]  # the id that it made up was of no use
 
 
@@ -441,9 +441,9 @@ async def test_who_goes_on_with_an_adopted_id_writes_under_it_only_after_its_sca
 
     old = await newcomer(root, 20)
     await store(old, chunk_of(1))
-    old_id = _of(old)._seat.id
+    old_id = _of(old)._ownership.id
     async with opened(root, n_chunks=20, _scan_gate=gate) as new:
-        own_id = _of(new)._seat.id
+        own_id = _of(new)._ownership.id
         beat(old, new, old, new)
         held.clear()
         go_on.clear()
@@ -451,13 +451,13 @@ async def test_who_goes_on_with_an_adopted_id_writes_under_it_only_after_its_sca
             kill(old)
             beat(new)
             assert await asyncio.to_thread(held.wait, PATIENCE_S)
-            assert own_id == _of(new)._seat.id != old_id
+            assert own_id == _of(new)._ownership.id != old_id
             await store(new, chunk_of(2))
             assert path_of(root, key_of(2), new).exists(), "under an id that nobody tidies up"
         finally:
             go_on.set()
         await scanned(new)
-        assert _of(new)._seat.id == old_id
+        assert _of(new)._ownership.id == old_id
         await store(new, chunk_of(3))
         assert await fetch(new, chunk_of(1), chunk_of(2), chunk_of(3)) == [Status.OK] * 3
         beat(new)
@@ -541,7 +541,7 @@ async def test_the_last_write_before_a_kill_is_counted_by_the_survivor(root: Pat
         beat(one, two, one, two)
         await store(two, *(chunk_of(i) for i in range(5)))
         kill(two)
-        _of(one)._seat.refresh()  # adopted, not yet scanned
+        _of(one)._ownership.refresh()  # adopted, not yet scanned
         assert one.usage()["chunks_nbytes"] == 0  # counted so far: lock files, the index, an own catalogue
         assert _of(one).books.used_nbytes >= OVERHEAD + 5 * CHARGE
         assert recount(root) <= _of(one).books.used_nbytes
@@ -600,7 +600,7 @@ async def test_a_bad_lock_file_is_no_obstacle(root: Path, what: str) -> None:
     await tier.open(context())
     await scanned(tier)
     await store(tier, chunk_of(1))
-    path = root / f"owner-{_of(tier)._seat.id}.lock"
+    path = root / f"owner-{_of(tier)._ownership.id}.lock"
     kill(tier)
     if what == "torn page":
         path.write_bytes(path.read_bytes()[:100] + bytes(PAGE - 100))

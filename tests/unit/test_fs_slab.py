@@ -278,7 +278,7 @@ async def test_a_row_that_is_none_is_cleared(root: Path) -> None:
     """One flipped bit in a row: that chunk is a miss, its slot idle, the others stay."""
     async with opened(root, n_chunks=3) as tier:
         await store(tier, *(chunk_of(i) for i in range(3)))
-        berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._seat.id)
+        berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._ownership.id)
     catalogue = only(root, "slots")
     data = bytearray(catalogue.read_bytes())
     data[PAGE + berth.row.place * (PAGE // ROWS_A_BUCKET) + 4] ^= 1
@@ -294,7 +294,7 @@ async def test_a_row_that_somebody_cleared_is_a_chunk_that_vanished(root: Path, 
     """While we run: a miss, counted, and the slot is idle, not lost."""
     async with opened(root, n_chunks=1) as tier:
         await store(tier, chunk_of(1))
-        berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._seat.id)
+        berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._ownership.id)
         berth.slab.catalogue.clear(berth.row.place)
         if noticed_by == "read":
             assert await fetch(tier, chunk_of(1)) == [MISSING]

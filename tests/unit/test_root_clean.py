@@ -111,7 +111,7 @@ async def dead(
         tier._mount.beat()
     await store(tier, *map(chunk_of, numbers))
     assert tier._mount is not None
-    owner = str(tier._mount._seat.id)
+    owner = str(tier._mount._ownership.id)
     kill(tier)
     for i in numbers:
         path = root / namespace_digest(namespace).hex() / leaf_of(chunk_of(i).key) / f"{chunk_of(i).key.hex()}.{owner}"
@@ -223,7 +223,7 @@ async def test_gc_gives_the_living_what_the_dead_had_reserved(root: Path, capsys
         tier._mount.beat()
     await store(lives, chunk_of(9))  # one that has written nothing would take the dead one's id at once
     await store(gone, *map(chunk_of, range(5)))
-    owner = gone._mount._seat.id  # type: ignore[union-attr]
+    owner = gone._mount._ownership.id  # type: ignore[union-attr]
     kill(gone)
     assert lives._mount is not None
     lives._mount.beat()
@@ -245,7 +245,7 @@ async def test_an_owner_that_left_nothing_ends(root: Path, capsys: Capture) -> N
     (root / f"owner-{owner}.index").write_bytes(b"advice")
     (root / f"owner-{7:016x}.index").write_bytes(b"advice for nobody")
     assert gc(root, capsys)[1]["n_owners"] == 1
-    assert [path.name for path in root.glob("owner-*")] == [f"owner-{tier._mount._seat.id}.lock"]  # type: ignore[union-attr]
+    assert [path.name for path in root.glob("owner-*")] == [f"owner-{tier._mount._ownership.id}.lock"]  # type: ignore[union-attr]
     await tier.aclose()
 
 
@@ -254,7 +254,7 @@ async def test_files_without_an_owner_wait_for_him_to_speak(root: Path, monkeypa
     tier = await alive(root)
     await store(tier, chunk_of(1))
     assert tier._mount is not None
-    lock = root / f"owner-{tier._mount._seat.id}.lock"
+    lock = root / f"owner-{tier._mount._ownership.id}.lock"
     mount = tier._mount
     lock.unlink()
     root_ = Root("ROOT", str(root))

@@ -11,7 +11,7 @@ from tierkv.tiers._fs.books import Books
 from tierkv.tiers._fs.format import HEADER_NBYTES
 from tierkv.tiers._fs.memory import Scratch, ScratchRing
 from tierkv.tiers._fs.ops import Operations, as_bytes
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.slab_io import SlabIO
 from tierkv.tiers._fs.slabs import Slabs
@@ -34,14 +34,14 @@ class Batches:
     """
 
     def __init__(
-        self, operations: Operations, *, slabs: Slabs, slab_io: SlabIO, books: Books, seat: Seat, ring: ScratchRing,
-        slot_nbytes: int | None,
+        self, operations: Operations, *, slabs: Slabs, slab_io: SlabIO, books: Books, ownership: Ownership,
+        ring: ScratchRing, slot_nbytes: int | None,
     ) -> None:  # fmt: skip
         self._operations = operations
         self._slabs = slabs
         self._slab_io = slab_io
         self._books = books
-        self._seat = seat
+        self._ownership = ownership
         self._ring = ring
         self._slot_nbytes = slot_nbytes
 
@@ -107,7 +107,7 @@ class Batches:
         keys = [items[i][0] for i in run]
         places = [self._books.place(key) for key in keys]
         slot, nbytes, first, _ = self._books.at(places[0])
-        slab = self._slabs.at(self._seat.ids[slot], nbytes)
+        slab = self._slabs.at(self._ownership.ids[slot], nbytes)
         if slab is None or first is None or places != list(range(places[0], places[0] + len(run))):
             return run  # removed or written anew since the batch was planned
         buffers = [as_bytes(items[i][1]) for i in run]

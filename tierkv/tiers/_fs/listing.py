@@ -26,7 +26,7 @@ from tierkv.tiers._fs.format import (
     parse_file_name,
 )
 from tierkv.tiers._fs.index import Index, Span
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.types import ChunkKey
 
 _LAST_INDEXED: Final = 2.0
@@ -113,15 +113,16 @@ class Lister:
     """
 
     def __init__(
-        self, seat: Seat, tally: Tally, owners: set[str], *, adopt_orphans: bool, let_owners_speak: Callable[[], None]
-    ) -> None:
-        self._seat = seat
+        self, ownership: Ownership, tally: Tally, owners: set[str], *, adopt_orphans: bool,
+        let_owners_speak: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._ownership = ownership
         self._tally = tally
         self._owners = owners
         self._adopt_orphans = adopt_orphans
         self._let_owners_speak = let_owners_speak
         self._has_waited = False
-        self._known = {*owners, *seat.held_ids(), *seat.foreign_ids}
+        self._known = {*owners, *ownership.held_ids(), *ownership.foreign_ids}
 
     def chunks(self, leaf: str, leaf_fd: int, hints: Hints) -> list[Listed]:
         """Whole files of ours in a leaf of our namespace, one a key."""
@@ -161,7 +162,7 @@ class Lister:
             if owner not in self._owners:
                 if not self._adopt_orphans or owner in self._known or not self._is_orphan(owner):
                     continue
-                owner = self._seat.id
+                owner = self._ownership.id
             name = slab_name(slab.owner, slab.slot_nbytes, SLAB)
             yield Leaver(time_ns[slab], namespace, "", name, owner, nbytes[slab])
 
@@ -176,7 +177,7 @@ class Lister:
                     orphan = self._adopt_orphans and parsed.owner not in self._known
                     if not orphan or not self._take_orphan(name, parsed, leaf_fd):
                         continue
-                    parsed = parsed._replace(owner=self._seat.id)
+                    parsed = parsed._replace(owner=self._ownership.id)
                     name = file_name(parsed.key, parsed.owner)
                 found = self._whole(name, parsed, leaf_fd)
                 if found is not None:
@@ -201,7 +202,7 @@ class Lister:
         if parsed.is_part:
             unlink_quietly(name, leaf_fd)
             return False
-        os.rename(name, file_name(parsed.key, self._seat.id), src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
+        os.rename(name, file_name(parsed.key, self._ownership.id), src_dir_fd=leaf_fd, dst_dir_fd=leaf_fd)
         self._tally.add("orphans")
         return True
 
@@ -210,7 +211,7 @@ class Lister:
         if not self._has_waited:
             self._has_waited = True
             self._let_owners_speak()
-        return not self._seat.has_lock_file(owner)
+        return not self._ownership.has_lock_file(owner)
 
 
 class leaf_opened:  # noqa: N801 - reads as the function it would be, were generators as cheap

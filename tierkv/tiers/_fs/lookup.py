@@ -10,7 +10,7 @@ from tierkv.protocols import Clock
 from tierkv.tiers._fs.books import Books, Held
 from tierkv.tiers._fs.file_io import Identity, Tally
 from tierkv.tiers._fs.format import leaf_of
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.scan import Scanner
 from tierkv.tiers._fs.store import Seen, Store
 from tierkv.types import ChunkKey, Found
@@ -31,10 +31,12 @@ class Lookups:
     Concurrency: any thread.
     """
 
-    def __init__(self, *, store: Store, books: Books, seat: Seat, scanner: Scanner, tally: Tally, clock: Clock) -> None:
+    def __init__(
+        self, *, store: Store, books: Books, ownership: Ownership, scanner: Scanner, tally: Tally, clock: Clock
+    ) -> None:
         self._store = store
         self._books = books
-        self._seat = seat
+        self._ownership = ownership
         self._scanner = scanner
         self._tally = tally
         self._clock = clock
@@ -45,7 +47,7 @@ class Lookups:
         """True if a key that the ledger does not know is surely absent, or was so within the last second."""
         if self._books.get(key) is not None:
             return False
-        if not self._books.is_scanning and not self._seat.foreign_ids:
+        if not self._books.is_scanning and not self._ownership.foreign_ids:
             return True
         until = self._absent.get(key)
         return until is not None and self._clock() < until
@@ -58,8 +60,8 @@ class Lookups:
         """Owner ids under which a file of this key may lie, likeliest first."""
         held = self._books.get(key)
         if held is not None:
-            return [self._seat.ids[held.slot]]
-        return [*(self._seat.held_ids() if self._books.is_scanning else ()), *self._seat.foreign_ids]
+            return [self._ownership.ids[held.slot]]
+        return [*(self._ownership.held_ids() if self._books.is_scanning else ()), *self._ownership.foreign_ids]
 
     def found(self, key: ChunkKey) -> None:
         """The key was written: forget that it was absent."""
@@ -94,7 +96,7 @@ class Lookups:
         """``held`` and ``seen`` are what the books said before: whatever is looked at may be removed meanwhile."""
         for owner in self.owners_of(key):
             found = self._store.look(key, owner, held)
-            slot = self._seat.slot_of(owner)
+            slot = self._ownership.slot_of(owner)
             if found is None:
                 self.forget(key, owner, held, "vanished")
             elif found.damage is not None:
@@ -117,7 +119,7 @@ class Lookups:
 
     def _put_away(self, key: ChunkKey, owner: str, held: Held | None, found: Seen, why: str) -> None:
         """What lies at this file's path is no chunk. If the path is ours it goes, unless another is there by now."""
-        if self._seat.slot_of(owner) is None:
+        if self._ownership.slot_of(owner) is None:
             return
         try:
             if not self._store.remove(key, owner, held, identity=found.identity):

@@ -30,7 +30,7 @@ from tierkv.tiers._fs.listing import leaf_times_ns
 from tierkv.tiers._fs.lookup import Lookups
 from tierkv.tiers._fs.memory import ScratchRing
 from tierkv.tiers._fs.ops import Operations
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.probe import default_min_free_nbytes
 from tierkv.tiers._fs.scan import Gate, Scanner
 from tierkv.tiers._fs.secret import SecretSource
@@ -132,12 +132,12 @@ class Mount:
         self._slot_nbytes: int | None = None
         self._min_free_nbytes = self._decide_min_free()
         self._stop = threading.Event()
-        self._seat = Seat(
+        self._ownership = Ownership(
             name, root_fd, namespace=self._digest.hex(), books=self.books, spare_nbytes=self.spare_nbytes,
             clock=wishes.clock,
         )  # fmt: skip
-        self._namespace_fd = self._take_seat()
-        direct = direct_works(f"owner-{self._seat.id}.lock", root_fd)
+        self._namespace_fd = self._join()
+        direct = direct_works(f"owner-{self._ownership.id}.lock", root_fd)
         if not direct:
             _log.warning("%s: no direct I/O on %s: chunks go through the page cache", name, path)
         self._put_together(direct=direct, sums=sums)
@@ -145,12 +145,12 @@ class Mount:
         self._keeper = threading.Thread(target=self._keep, name=f"tierkv-{name}-keeper", daemon=True)
 
     def _put_together(self, *, direct: bool, sums: Sums) -> None:
-        books, seat, tally, durable = self.books, self._seat, self._tally, self._wishes.durable
+        books, ownership, tally, durable = self.books, self._ownership, self._tally, self._wishes.durable
         files = ChunkFiles(self._namespace_fd, self._digest, direct=direct, durable=durable, tally=tally, sums=sums)
         slab_files = SlabFiles(self._namespace_fd, self._digest, direct, durable, tally, sums)
         self._leftovers = Leftovers(self._namespace_fd, books)
         self._slabs = Slabs(
-            slab_files, books=books, seat=seat,
+            slab_files, books=books, ownership=ownership,
             slot_nbytes=self._slot_nbytes, usual_nbytes=charge_nbytes(self._ctx.chunk_nbytes), n_slots=self._n_slots,
             spare_nbytes=self.spare_nbytes,
         )  # fmt: skip
@@ -161,21 +161,21 @@ class Mount:
         slab_io = SlabIO(self._digest, durable=durable, in_memory=self.in_memory, sums=sums)
         store = Store(files, self._slabs, slab_io)
         self.scanner = Scanner(
-            self._name, self._root_fd, digest=self._digest, store=store, slabs=self._slabs, books=books, seat=seat,
-            feed=self.feed, leftovers=self._leftovers, tally=tally, gate=self._wishes.gate, refresh=self.beat,
-            index_room_nbytes=self._index_room_nbytes,
+            self._name, self._root_fd, digest=self._digest, store=store, slabs=self._slabs, books=books,
+            ownership=ownership, feed=self.feed, leftovers=self._leftovers, tally=tally, gate=self._wishes.gate,
+            refresh=self.beat, index_room_nbytes=self._index_room_nbytes,
         )  # fmt: skip
         self.lookups = Lookups(
-            store=store, books=books, seat=seat, scanner=self.scanner, tally=tally, clock=self._wishes.clock
+            store=store, books=books, ownership=ownership, scanner=self.scanner, tally=tally, clock=self._wishes.clock
         )
         ring = ScratchRing(self._wishes.n_workers, MOST_IN_RUN)
         self.operations = Operations(
-            self._name, self._root_fd, files=files, store=store, books=books, seat=seat, scanner=self.scanner,
+            self._name, self._root_fd, files=files, store=store, books=books, ownership=ownership, scanner=self.scanner,
             lookups=self.lookups, leftovers=self._leftovers, tally=tally, chunk_nbytes=self._ctx.chunk_nbytes,
             spare_nbytes=self.spare_nbytes,
         )  # fmt: skip
         self.batches = Batches(
-            self.operations, slabs=self._slabs, slab_io=slab_io, books=books, seat=seat, ring=ring,
+            self.operations, slabs=self._slabs, slab_io=slab_io, books=books, ownership=ownership, ring=ring,
             slot_nbytes=self._slot_nbytes,
         )  # fmt: skip
 
@@ -201,9 +201,9 @@ class Mount:
         """The index of what is held, chunks in ``order`` last; None if there is none or no room for it."""
         if self.books.is_scanning:
             return None
-        ids, books = self._seat.ids, self.books
+        ids, books = self._ownership.ids, self.books
         ordered = {chunk.key: chunk for chunk in order}
-        covers, held_keys = self._seat.held_ids(), books.keys()
+        covers, held_keys = self._ownership.held_ids(), books.keys()
         slabs = self._slabs.open_ones(covers) or {}
         entries = []
         # What the ledger never heard of or has let go is colder than all it knows.
@@ -217,7 +217,7 @@ class Mount:
         stamps = {which: at for which, slab in slabs.items() if (at := slab.catalogue.stamp_at_rest()) is not None}
         data = pack_index(covers, leaf_times_ns(self._namespace_fd), stamps, entries, self._digest)
         more_nbytes = padded_nbytes(len(data)) - self._index_room_nbytes
-        if not self._seat.has_page or (more_nbytes > 0 and not books.start_write(more_nbytes)):
+        if not self._ownership.has_page or (more_nbytes > 0 and not books.start_write(more_nbytes)):
             _log.info("%s: no room for an index of %d chunks: the next open lists the tree", self._name, len(entries))
             return None
         return data
@@ -225,19 +225,19 @@ class Mount:
     async def save_index(self, data: bytes, executor: Executor) -> None:
         """Small, and written once: through aiofiles, on our own threads."""
         try:
-            await save_index(self._root_fd, self._seat.id, data, executor)
+            await save_index(self._root_fd, self._ownership.id, data, executor)
         except OSError as error:
             _log.warning("%s: no index written (%s): the next open lists the tree", self._name, error)
 
     def release(self) -> None:
         """Let go of the root. Nothing is under way any more."""
         try:
-            discard_part(self._root_fd, self._seat.id)
+            discard_part(self._root_fd, self._ownership.id)
             owns_files = self._owns_files()
-            for owner in self._seat.held_ids():
+            for owner in self._ownership.held_ids():
                 if not owns_files(owner):
                     self._slabs.retire(owner)
-            self._seat.leave(owns_files)
+            self._ownership.leave(owns_files)
         finally:
             self._slabs.close()
             os.close(self._namespace_fd)
@@ -246,7 +246,7 @@ class Mount:
     def beat(self) -> None:
         """Look at the other owners once: shares, capacity, adoptions."""
         try:
-            new = self._seat.refresh()
+            new = self._ownership.refresh()
         finally:  # a root that was removed as a whole took its slabs along
             self._slabs.look_around()
         if new:
@@ -282,9 +282,9 @@ class Mount:
             "used_nbytes": self.books.counted_nbytes,
             "chunks_nbytes": self.books.chunks_nbytes,
             "limit_nbytes": self.books.limit_nbytes,
-            "capacity_nbytes": self._seat.capacity_nbytes,
+            "capacity_nbytes": self._ownership.capacity_nbytes,
             "n_chunks": len(self.books),
-            "n_owners": self._seat.n_owners,
+            "n_owners": self._ownership.n_owners,
         }
 
     def _keep(self) -> None:
@@ -300,15 +300,15 @@ class Mount:
                     _log.warning("%s: cannot look after the other owners of the root: %s", self._name, error)
                 failed = True
 
-    def _take_seat(self) -> int:
+    def _join(self) -> int:
         """Join the owners and open our namespace's directory, or leave nothing behind."""
         try:
-            self._seat.join(self._decide_capacity)
+            self._ownership.join(self._decide_capacity)
             # No more than the disk can ever give us: else a large capacity on a small disk is all index room.
             usable_nbytes = max(0, self.spare_nbytes()) + self.books.used_nbytes
             slot_nbytes = charge_nbytes(self._ctx.chunk_nbytes)
-            self._n_slots = max(1, min(self._seat.wish_nbytes, usable_nbytes) // slot_nbytes)
-            usable_nbytes = min(self._seat.capacity_nbytes // self._seat.n_owners, usable_nbytes)
+            self._n_slots = max(1, min(self._ownership.wish_nbytes, usable_nbytes) // slot_nbytes)
+            usable_nbytes = min(self._ownership.share_nbytes, usable_nbytes)
             self._index_room_nbytes = index_room_nbytes(max(1, usable_nbytes // slot_nbytes))
             self.books.add_fixed(self._index_room_nbytes)
             namespace_fd = self._open_namespace()
@@ -316,7 +316,7 @@ class Mount:
                 self.books.add_fixed(catalogue_nbytes(self._n_slots))
             return namespace_fd
         except BaseException as error:
-            self._seat.leave(lambda owner: owner != self._seat.new_id)
+            self._ownership.leave(lambda owner: owner != self._ownership.new_id)
             if isinstance(error, NotRegularError):
                 raise TierError(self._name, f"no directory where our namespace belongs: {error}") from None
             raise
@@ -341,10 +341,10 @@ class Mount:
 
     def _why_no_slab(self, namespace_fd: int) -> str | None:
         least = least_capacity_nbytes(self._ctx.chunk_nbytes, in_slab=True)
-        if self._seat.capacity_nbytes < least:
+        if self._ownership.capacity_nbytes < least:
             return f"a slab needs a capacity of {least} bytes at least"
         files = SlabFiles(namespace_fd, self._digest, direct=False, durable=False, tally=self._tally)
-        error = files.refused(self._seat.id)
+        error = files.refused(self._ownership.id)
         if error is None:
             return None
         return f"this file system cannot give a file blocks and take them back ({error.strerror})"
@@ -375,7 +375,7 @@ class Mount:
         books = self.books
         if books.is_scanning or len(self._leftovers):
             return lambda _owner: True
-        owners = {self._seat.ids[slot] for slot in books.slots()} | {leaver.owner for leaver in books.leavers}
+        owners = {self._ownership.ids[slot] for slot in books.slots()} | {leaver.owner for leaver in books.leavers}
         return owners.__contains__
 
 

@@ -18,7 +18,7 @@ from tierkv.tiers._fs.leavers import shrink_leaver
 from tierkv.tiers._fs.leftovers import Leftovers
 from tierkv.tiers._fs.lookup import MOST_MOVES, Lookups
 from tierkv.tiers._fs.memory import Scratch
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.scan import Scanner
 from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.store import Store
@@ -41,15 +41,16 @@ class Operations:
     """
 
     def __init__(
-        self, name: str, root_fd: int, *, files: ChunkFiles, store: Store, books: Books, seat: Seat, scanner: Scanner,
-        lookups: Lookups, leftovers: Leftovers, tally: Tally, chunk_nbytes: int, spare_nbytes: Callable[[], int],
+        self, name: str, root_fd: int, *, files: ChunkFiles, store: Store, books: Books, ownership: Ownership,
+        scanner: Scanner, lookups: Lookups, leftovers: Leftovers, tally: Tally, chunk_nbytes: int,
+        spare_nbytes: Callable[[], int],
     ) -> None:  # fmt: skip
         self._name = name
         self._root_fd = root_fd
         self._files = files
         self._store = store
         self._books = books
-        self._seat = seat
+        self._ownership = ownership
         self._scanner = scanner
         self._lookups = lookups
         self._leftovers = leftovers
@@ -97,7 +98,7 @@ class Operations:
 
     def _read(self, key: ChunkKey, held: Held | None, buffer: memoryview, scratch: Scratch) -> Outcome:
         for owner in self._lookups.owners_of(key):
-            ours = self._seat.slot_of(owner) is not None
+            ours = self._ownership.slot_of(owner) is not None
             try:
                 self._store.read(key, owner, held, as_bytes(buffer), scratch, touch=ours)
             except FileNotFoundError:
@@ -124,7 +125,7 @@ class Operations:
         if refusal is not None:
             return Outcome(chunk.key, Status.REFUSED, refusal)
         try:
-            owner = self._seat.id
+            owner = self._ownership.id
             self._leftovers.settle(file_name(chunk.key, owner))
             self._files.write(chunk, as_bytes(buffer), owner, scratch)
         except OSError as error:
@@ -158,7 +159,7 @@ class Operations:
 
     def _written(self, key: ChunkKey, owner: str, charge: int) -> Outcome:
         """The chunk's file is whole and can be found: count it, and put an earlier copy away that lies elsewhere."""
-        slot = self._seat.slot_of(owner)
+        slot = self._ownership.slot_of(owner)
         assert slot is not None
         old = self._books.end_write(key, slot, owner, charge)
         if old is not None:
@@ -169,7 +170,7 @@ class Operations:
 
     def all_written(self, keys: Sequence[ChunkKey], slab: Slab, slots: Sequence[int]) -> list[Outcome]:
         """As ``_written``, of chunks in slots side by side."""
-        slot = self._seat.slot_of(slab.owner)
+        slot = self._ownership.slot_of(slab.owner)
         assert slot is not None
         for old, key, at in zip(
             self._books.end_writes(keys, slot, slab.owner, slab.slot_nbytes, slots), keys, slots, strict=True
@@ -183,9 +184,9 @@ class Operations:
     def _replaced(self, key: ChunkKey, old: Held, now_at: tuple[int, int | None]) -> None:
         """An earlier copy goes, if it lies elsewhere."""
         elsewhere = (old.slot, old.at) != now_at
-        if elsewhere and self._put_away(key, self._seat.ids[old.slot], old, None) is None:
+        if elsewhere and self._put_away(key, self._ownership.ids[old.slot], old, None) is None:
             self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
-            self._stale.append((key, self._seat.ids[old.slot], old))
+            self._stale.append((key, self._ownership.ids[old.slot], old))
         self._books.abort_write(old.nbytes)
 
     def retry(self) -> None:
@@ -241,7 +242,7 @@ class Operations:
 
     def _delete(self, key: ChunkKey, errors: dict[ChunkKey, OSError]) -> None:
         for owner in self._lookups.owners_of(key):
-            if self._seat.slot_of(owner) is None:
+            if self._ownership.slot_of(owner) is None:
                 continue  # another owner's: we forget it, that owner keeps it
             held = self._books.get(key)
             if held is None and not self._books.claim(key, owner):
@@ -261,7 +262,7 @@ class Operations:
                 self._tally.add("deleted")
 
     def _corrupt(self, key: ChunkKey, owner: str, held: Held | None, error: CorruptFileError) -> Outcome:
-        if self._seat.slot_of(owner) is None:
+        if self._ownership.slot_of(owner) is None:
             self._lookups.shun(key, owner, error.identity)
         else:
             removed = self._put_away(key, owner, held, error.identity)

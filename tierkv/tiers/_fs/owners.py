@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 ADOPT_AFTER_S: Final = 60.0
 
 
-class Seat:
-    """This process's place among the owners of a root.
+class Ownership:
+    """What this process owns on a root: the ids that it holds, and its part of the capacity.
 
     An id that was taken keeps its slot, a small number, for life; ``ids[slot]`` is the id.
 
@@ -97,6 +97,11 @@ class Seat:
     def has_page(self) -> bool:
         """Whether others can see that we hold anything: until then we may hold nothing."""
         return self._pages.speaker is not None
+
+    @property
+    def share_nbytes(self) -> int:
+        """An equal part of the root's capacity, which is the most that each living owner may hold."""
+        return self.capacity_nbytes // self.n_owners
 
     def slot_of(self, owner: str) -> int | None:
         """Small number of an id that this process holds."""
@@ -207,7 +212,7 @@ class Seat:
             if len(self.ids) >= MAX_IDS or self._locks.exists(owner):
                 return False
             with contextlib.suppress(FileExistsError):
-                self._seat_id(owner, self._namespace, self._locks.make(owner))
+                self._hold(owner, self._namespace, self._locks.make(owner))
                 return True
             return False
 
@@ -264,7 +269,7 @@ class Seat:
     def _make_up_an_id(self) -> None:
         owner = secrets.token_hex(8)
         self._pages.id = self.new_id = owner
-        self._seat_id(owner, self._namespace, self._locks.make(owner))
+        self._hold(owner, self._namespace, self._locks.make(owner))
 
     def _adopt(self, others: Iterable[Other]) -> list[str]:
         """Take ids of owners that have been dead for long, unless somebody alive can read their files and we cannot.
@@ -301,12 +306,12 @@ class Seat:
 
     def _take(self, other: Other) -> None:
         assert other.fd is not None
-        self._seat_id(other.owner, other.namespace, other.fd)
+        self._hold(other.owner, other.namespace, other.fd)
         self.reserved_of[other.owner] = other.reserved_nbytes
         with self._books.lock:
             self._books.adopting_nbytes += other.reserved_nbytes
 
-    def _seat_id(self, owner: str, namespace: str, fd: int) -> None:
+    def _hold(self, owner: str, namespace: str, fd: int) -> None:
         self._pages.add(owner, namespace, fd)
         self.ids.append(owner)
         self._slots[owner] = len(self.ids) - 1
@@ -338,7 +343,7 @@ class Seat:
         self._pages.make((wish if others is None else others) - self._others_reserved_nbytes)
         self.capacity_nbytes = wish if others is None else min(wish, others)
         free_nbytes = self.capacity_nbytes - self._others_reserved_nbytes
-        limit = max(0, min(self.capacity_nbytes // self.n_owners, free_nbytes))
+        limit = max(0, min(self.share_nbytes, free_nbytes))
         # Lowered before it is written and raised after, so what is written there always covers what we hold.
         self._pages.say(limit)
         if self.has_page:

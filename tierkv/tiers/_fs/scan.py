@@ -25,7 +25,7 @@ from tierkv.tiers._fs.index import Index, index_nbytes, read_indexes
 from tierkv.tiers._fs.leavers import shrink_leaver
 from tierkv.tiers._fs.leftovers import Leftovers
 from tierkv.tiers._fs.listing import Hints, Lister, in_order, leaf_opened, namespaces, total_nbytes
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.tiers._fs.store import Store
@@ -55,7 +55,7 @@ class Scanner:
     """
 
     def __init__(
-        self, name: str, root_fd: int, *, digest: bytes, store: Store, slabs: Slabs, books: Books, seat: Seat,
+        self, name: str, root_fd: int, *, digest: bytes, store: Store, slabs: Slabs, books: Books, ownership: Ownership,
         feed: Feed, leftovers: Leftovers, tally: Tally, gate: Gate | None, refresh: Callable[[], None],
         index_room_nbytes: int,
     ) -> None:  # fmt: skip
@@ -66,7 +66,7 @@ class Scanner:
         self._store = store
         self._slabs = slabs
         self._books = books
-        self._seat = seat
+        self._ownership = ownership
         self._feed = feed
         self._leftovers = leftovers
         self._tally = tally
@@ -89,14 +89,14 @@ class Scanner:
 
     def first(self) -> None:
         """The scan at open: every file of ours and of dead owners, in every namespace."""
-        self._until_done(self._scan, self._seat.held_ids(), self._seat.trusted_ids())
+        self._until_done(self._scan, self._ownership.held_ids(), self._ownership.trusted_ids())
         # Only now the pages say what dead owners' files occupy, so only now our own limit is right.
         if self._until_done(self._refresh):
             self.writable = True
 
     def adopted(self, owners: Sequence[str]) -> None:
         """A scan for the files of owners whose ids we took over later."""
-        if self._until_done(self._scan, list(owners), None) and self._seat.go_on_as_adopted():
+        if self._until_done(self._scan, list(owners), None) and self._ownership.go_on_as_adopted():
             self._until_done(self._refresh)
 
     def _until_done(self, work: Callable[..., None], *args: object) -> bool:
@@ -122,7 +122,7 @@ class Scanner:
         indexes = read_indexes(self._name, self._root_fd, self._digest, owners, trusted or (), tally=self._tally)
         listed: list[Listed] = []
         leavers: list[Leaver] = []
-        lister = Lister(self._seat, self._tally, set(everybody), adopt_orphans=first, let_owners_speak=self._wait)
+        lister = Lister(self._ownership, self._tally, set(everybody), adopt_orphans=first, let_owners_speak=self._wait)
         mine = self._digest.hex()
         for namespace in sorted(namespaces(self._root_fd), key=mine.__eq__):
             if namespace == mine:
@@ -133,21 +133,21 @@ class Scanner:
         if trusted is not None:
             listed, leavers = self._settle_trust(trusted, listed, leavers)
         self._enter(listed, leavers)
-        self._books.end_scan(sum(self._seat.reserved_of.pop(owner, 0) for owner in owners))
+        self._books.end_scan(sum(self._ownership.reserved_of.pop(owner, 0) for owner in owners))
         self._release_empty(owners, listed, leavers)
 
     def _orphaned_slabs(self, known: set[str]) -> list[str]:
         """Ids with a slab of our namespace and no lock file: they are ours from now on."""
-        strangers = self._slabs.owners() - known - set(self._seat.foreign_ids)
+        strangers = self._slabs.owners() - known - set(self._ownership.foreign_ids)
         if strangers:
             self._wait()  # an owner that lives makes its lock file anew
         taken = []
         for owner in sorted(strangers):
-            if self._seat.has_lock_file(owner):
+            if self._ownership.has_lock_file(owner):
                 continue
             if self._slabs.take_over(owner):
                 self._tally.add("orphans")
-            elif self._seat.take_orphan(owner):
+            elif self._ownership.take_orphan(owner):
                 self._tally.add("orphans")
                 taken.append(owner)
         return taken
@@ -191,15 +191,15 @@ class Scanner:
 
         None, and nothing is counted, if not all of it is ours, lies where the index says and may stay.
         """
-        held = [slot for owner in index.covers if (slot := self._seat.slot_of(owner)) is not None]
+        held = [slot for owner in index.covers if (slot := self._ownership.slot_of(owner)) is not None]
         slabs = self._slabs.open_ones(owners)
         if len(held) < len(index.covers) or slabs is None:
             return None
         self._pass_slabs(owners)
         match = located(index, slabs, self._slabs.count, self._rows(owners))
         # What a probe has announced counts twice here: where that is too much, each is weighed by itself.
-        room_nbytes = min(self._limit_nbytes(), self._seat.room_nbytes()) - leavers_nbytes - self._books.counted_nbytes
-        if match is None or match.nbytes > room_nbytes:
+        most_nbytes = min(self._limit_nbytes(), self._ownership.room_nbytes())
+        if match is None or match.nbytes > most_nbytes - leavers_nbytes - self._books.counted_nbytes:
             return None
         self._tally.add("leaves_from_index", sum(map(bool, index.leaf_times_ns.values())))
         return enter(match, held, self._books, self._feed)
@@ -274,7 +274,7 @@ class Scanner:
             return listed
         fresh = []
         for item in listed:
-            slot = self._seat.slot_of(item.owner)
+            slot = self._ownership.slot_of(item.owner)
             if slot is None or item.key not in known:
                 fresh.append(item)
                 continue
@@ -309,10 +309,10 @@ class Scanner:
             if owner not in with_files:
                 self._slabs.retire(owner)
         if trusted:
-            self._seat.hand_back({owner: other_nbytes[owner] for owner in with_files})
+            self._ownership.hand_back({owner: other_nbytes[owner] for owner in with_files})
         for owner in trusted:
             self._slabs.forget(owner)
-        ours = set(self._seat.held_ids())
+        ours = set(self._ownership.held_ids())
         return [i for i in listed if i.owner in ours], [i for i in leavers if i.owner in ours]
 
     def _excess(
@@ -330,11 +330,11 @@ class Scanner:
         # But no room for one that has no files, such as a newcomer that died before it had any: it ends.
         with_files = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
         excess = counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
-        return listed, besides_nbytes, excess + total_nbytes(listed, leavers) - self._seat.room_nbytes()
+        return listed, besides_nbytes, excess + total_nbytes(listed, leavers) - self._ownership.room_nbytes()
 
     def _limit_nbytes(self) -> int:
         """What ours may occupy; before the first scan has ended our own reservation says nothing yet."""
-        return self._books.limit_nbytes if self.writable else self._seat.capacity_nbytes // self._seat.n_owners
+        return self._books.limit_nbytes if self.writable else self._ownership.share_nbytes
 
     def _enter(self, listed: list[Listed], leavers: list[Leaver]) -> None:
         """Trim ours to the limit, coldest first, then count what stays and announce it."""
@@ -350,7 +350,7 @@ class Scanner:
         for leaver in leavers:
             books.add_leaver(leaver)
         self._tally.add("unreadable", len(leavers))
-        slots = {owner: self._seat.slot_of(owner) for owner in {item.owner for item in listed}}
+        slots = {owner: self._ownership.slot_of(owner) for owner in {item.owner for item in listed}}
         staying: list[Listed] = []
         for at in range(0, len(listed), BATCH):
             batch = listed[at : at + BATCH]
@@ -393,8 +393,8 @@ class Scanner:
 
     def _release_empty(self, owners: Sequence[str], listed: Sequence[Listed], leavers: Sequence[Leaver]) -> None:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
-        idle = [owner for owner in owners if owner not in used and owner not in self._seat.own_ids]
-        counted = {self._seat.ids[slot] for slot in self._books.slots()} if idle else set()
+        idle = [owner for owner in owners if owner not in used and owner not in self._ownership.own_ids]
+        counted = {self._ownership.ids[slot] for slot in self._books.slots()} if idle else set()
         for owner in idle:
             if owner not in counted and self._slabs.retire(owner):
-                self._seat.release(owner)
+                self._ownership.release(owner)

@@ -18,7 +18,7 @@ from typing import Final
 from tierkv.tiers._fs.books import Books, Held
 from tierkv.tiers._fs.catalogue import BadCatalogueError, Row, catalogue_nbytes
 from tierkv.tiers._fs.file_io import NO_SPACE
-from tierkv.tiers._fs.owners import Seat
+from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.slab import Berth, Slab
 from tierkv.tiers._fs.slab_files import SlabFiles
 from tierkv.types import ChunkKey
@@ -44,13 +44,13 @@ class Slabs:
     """
 
     def __init__(
-        self, files: SlabFiles, *, books: Books, seat: Seat, slot_nbytes: int | None, usual_nbytes: int,
+        self, files: SlabFiles, *, books: Books, ownership: Ownership, slot_nbytes: int | None, usual_nbytes: int,
         n_slots: int, spare_nbytes: Callable[[], int],
     ) -> None:  # fmt: skip
         self._files = files
         self._tally = files.tally
         self._books = books
-        self._seat = seat
+        self._ownership = ownership
         self._slot_nbytes = slot_nbytes
         self._usual_nbytes = usual_nbytes
         self._n_slots = n_slots
@@ -96,16 +96,16 @@ class Slabs:
         """Slabs without a living or dead owner become ours by a new name; False if we have some of that length."""
         there = self._files.listed()
         lengths = {slot_nbytes for its_owner, slot_nbytes in there if its_owner == owner}
-        if any((self._seat.id, slot_nbytes) in there for slot_nbytes in lengths):
+        if any((self._ownership.id, slot_nbytes) in there for slot_nbytes in lengths):
             return False
         self._slabs.pop(owner, None)
         for slot_nbytes in lengths:
-            self._files.rename(owner, self._seat.id, slot_nbytes)
+            self._files.rename(owner, self._ownership.id, slot_nbytes)
         return True
 
     def fit_catalogue(self) -> None:
         """Before anything is looked up: our own slab gets a catalogue for as many slots as it may have."""
-        slab = self._slabs.get(self._seat.id, {}).get(self._slot_nbytes or 0)
+        slab = self._slabs.get(self._ownership.id, {}).get(self._slot_nbytes or 0)
         if slab is None:
             return
         if not slab.catalogue.n_slots // 2 <= self._n_slots <= slab.catalogue.n_slots:
@@ -303,9 +303,9 @@ class Slabs:
     def _own(self) -> Slab:
         """The slab of the id that we write under, made if need be. Raises OSError."""
         assert self._slot_nbytes is not None
-        slab = self._slabs.get(self._seat.id, {}).get(self._slot_nbytes)
+        slab = self._slabs.get(self._ownership.id, {}).get(self._slot_nbytes)
         if slab is None:
-            slab = self._files.make(self._seat.id, self._slot_nbytes, self._n_slots)
+            slab = self._files.make(self._ownership.id, self._slot_nbytes, self._n_slots)
             for _ in slab.load():
                 pass
             self._has_own_catalogue = True
@@ -313,16 +313,16 @@ class Slabs:
         return slab
 
     def _all_held(self) -> list[Slab]:
-        return [slab for owner in self._seat.held_ids() for slab in list(self._slabs.get(owner, {}).values())]
+        return [slab for owner in self._ownership.held_ids() for slab in list(self._slabs.get(owner, {}).values())]
 
     def _is_held(self, owner: str) -> bool:
-        return self._seat.slot_of(owner) is not None
+        return self._ownership.slot_of(owner) is not None
 
     def _is_written(self, slab: Slab) -> bool:
         return slab.slot_nbytes == self._slot_nbytes and self._is_held(slab.owner)
 
     def _is_own(self, slab: Slab) -> bool:
-        return slab.owner == self._seat.id and slab.slot_nbytes == self._slot_nbytes
+        return slab.owner == self._ownership.id and slab.slot_nbytes == self._slot_nbytes
 
     def count(self, slab: Slab) -> None:
         """A slab of ours was loaded: charge what it occupies besides chunks. Raises OSError."""
@@ -372,7 +372,7 @@ class Slabs:
     def _lose(self, slab: Slab) -> None:
         """Somebody removed a slab of ours; what was in it is gone, and what it occupied will be."""
         _log.warning("slab of owner %s: its files were removed", slab.owner)
-        slot = self._seat.slot_of(slab.owner)
+        slot = self._ownership.slot_of(slab.owner)
         for key in self._books.keys():  # noqa: SIM118 - a copy of them
             held = self._books.get(key)
             if held is not None and held.at is not None and (held.slot, held.nbytes) == (slot, slab.slot_nbytes):
