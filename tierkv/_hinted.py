@@ -17,6 +17,7 @@ from tierkv.protocols import (
     PinAware,
     Seat,
     Seating,
+    UsedByKey,
 )
 from tierkv.types import Chunk, ChunkKey, Turn
 
@@ -74,6 +75,7 @@ class HintedOrder:
     """
 
     expired: Callable[[Chunk], bool]
+    on_use: Callable[[Sequence[ChunkKey]], None]
     hold: Callable[[ChunkKey], None]
     release: Callable[[ChunkKey], None]
     evict: Callable[[int], list[ChunkKey]]
@@ -100,6 +102,8 @@ class HintedOrder:
         elif isinstance(self._order, BatchEvicting):
             self._batches = self._order
             self.evict = self._evict
+        if isinstance(self._order, UsedByKey):
+            self.on_use = self._order.on_use
         self._seats: Mapping[ChunkKey, Seat] | None = None
         if isinstance(self._order, Seating):
             self._be_seated(self._order)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
 from itertools import chain
 
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware
+from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, UsedByKey
 from tierkv.types import Chunk, ChunkKey, Turn
 
 
@@ -82,6 +82,7 @@ class Turns:
     """
 
     expired: Callable[[Chunk], bool]
+    on_use: Callable[[Sequence[ChunkKey]], None]
 
     def __init__(self, order: EvictionPolicy) -> None:
         self._order = order
@@ -89,6 +90,9 @@ class Turns:
         self._commits = order if isinstance(order, CommitAware) else None
         if isinstance(order, Expiring):
             self.expired = order.expired
+        if isinstance(order, UsedByKey):
+            self._uses = order
+            self.on_use = self._on_use
         # Of those hinted, each is in one.
         self._first = Line()
         self._last = Line()
@@ -104,14 +108,21 @@ class Turns:
             self._commits.on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
-        if self._first:
-            for chunk in chunks:
-                self._first.discard(chunk.key)
-        if self._last:
-            for chunk in reversed(chunks):
-                if chunk.key in self._last:
-                    self._last.put(chunk.key)
+        self._used([chunk.key for chunk in chunks])
         self._order.on_access(chunks)
+
+    def _on_use(self, keys: Sequence[ChunkKey]) -> None:
+        self._used(keys)
+        self._uses.on_use(keys)
+
+    def _used(self, keys: Sequence[ChunkKey]) -> None:
+        if self._first:
+            for key in keys:
+                self._first.discard(key)
+        if self._last:
+            for key in reversed(keys):
+                if key in self._last:
+                    self._last.put(key)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         self._first.discard(key)

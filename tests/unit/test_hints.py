@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,7 +17,7 @@ from tierkv.errors import ConfigError
 from tierkv.policies import ARC, FIFO, LFU, LRU, MQ, S3FIFO, SIEVE, TTL, LeafFirst, Quota, TwoQ
 from tierkv.protocols import EvictionPolicy
 from tierkv.testing import ManualClock
-from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
+from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status, Turn
 
 ORDERS: dict[str, Callable[[], EvictionPolicy]] = {
     "LRU": LRU, "FIFO": FIFO, "LFU": LFU, "ARC": ARC, "TwoQ": TwoQ, "S3FIFO": S3FIFO, "SIEVE": SIEVE, "MQ": MQ,
@@ -323,6 +323,38 @@ def test_a_promoted_chunk_stays_its_tenants() -> None:
         world.run()
     (entry,) = world.h.promote(loners("a", tenant="blue"))
     assert entry.chunk.tenant == "red"
+
+
+class ByKey(SIEVE):
+    """An order that is told of uses by key, and of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[list[ChunkKey]] = []
+
+    def on_use(self, keys: Sequence[ChunkKey]) -> None:
+        self.used.append([*keys])
+
+    def on_access(self, chunks: Sequence[Chunk]) -> None:
+        raise AssertionError(f"chunks were made: {chunks}")
+
+
+class ByKeyWithHints(ByKey):
+    def on_hint(self, key: ChunkKey, turn: Turn) -> None:
+        """They change nothing here."""
+
+
+@pytest.mark.parametrize("kind", [ByKey, ByKeyWithHints])
+@pytest.mark.parametrize("hint", [Hint.DEAD, Hint.KEEP, Hint.TTL(HOUR_S)], ids=["dead", "keep", "ttl"])
+def test_uses_are_told_by_key_after_a_hint_as_before(kind: type[ByKey], hint: Hint) -> None:
+    """No chunk is made for a use of an order that needs none, also where that order takes no hints by itself."""
+    order = kind()
+    world, session = World(4, policy=order), chain("s", 3)
+    store(world.h, session)
+    world.h.access(session[:2])
+    assert world.give(session[1:2], hint) == (1, 0)
+    world.h.access(session)
+    assert order.used == [[chunk.key for chunk in used] for used in (session[:2], session)]
 
 
 def test_nobody_pays_who_does_not_hint() -> None:
