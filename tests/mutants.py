@@ -280,8 +280,8 @@ OURS: Final = [
     Mutant(
         "a dead chunk that is used stays dead",
         "tierkv/_turns.py",
-        "                self._first.discard(chunk.key)\n",
-        "                pass\n",
+        "            for key in keys:\n                self._first.discard(key)\n",
+        "            pass\n",
         HINTED,
     ),
     Mutant(

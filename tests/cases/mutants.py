@@ -97,8 +97,8 @@ GUARDED: Final = [
     (
         "an unreadable file is put away",
         OPS,
-        '                self._tally.add("failed_reads")\n',
-        '                self._tally.add("failed_reads")\n                self._put_away(key, owner, held, None)\n',
+        'self._tally.add("failed_reads")\n',
+        'self._tally.add("failed_reads")\n                self._try_to_remove(key, owner, held, None)\n',
         _hunt("disk", "a46"),
     ),
     (

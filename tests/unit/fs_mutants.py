@@ -391,7 +391,7 @@ MUTANTS = [
     Mutant(
         "probe leaves broken files uncounted",
         "_fs/lookup.py",
-        "                self._put_away(key, owner, held, found, found.damage)",
+        "                self._remove_damaged(key, owner, held, found, found.damage)",
         "                pass",
         "unit/test_fs_hostile.py property/test_fs_machine.py",
     ),

@@ -100,7 +100,7 @@ class Lookups:
             if found is None:
                 self.forget(key, owner, held, "vanished")
             elif found.damage is not None:
-                self._put_away(key, owner, held, found, found.damage)
+                self._remove_damaged(key, owner, held, found, found.damage)
             elif slot is None:
                 if self._shunned.get((key, owner)) != found.identity:
                     return Found(key, found.nbytes, owned=False)
@@ -114,11 +114,11 @@ class Lookups:
                 if now is not None and now.nbytes == found.nbytes:
                     return Found(key, found.nbytes)
                 if now is not None and now.at is found.at is None:
-                    self._put_away(key, owner, now, found, "corrupt")  # somebody changed its length
+                    self._remove_damaged(key, owner, now, found, "corrupt")  # somebody changed its length
         return None
 
-    def _put_away(self, key: ChunkKey, owner: str, held: Held | None, found: Seen, why: str) -> None:
-        """What lies at this file's path is no chunk. If the path is ours it goes, unless another is there by now."""
+    def _remove_damaged(self, key: ChunkKey, owner: str, held: Held | None, found: Seen, why: str) -> None:
+        """What was found is no chunk. If it is ours it goes, from the books as well, unless another is there by now."""
         if self._ownership.slot_of(owner) is None:
             return
         try:

@@ -105,7 +105,7 @@ class Operations:
                 self._lookups.forget(key, owner, held, "vanished")
             except NotRegularError:
                 if ours:
-                    self._put_away(key, owner, held, None)
+                    self._try_to_remove(key, owner, held, None)
                 self._lookups.forget(key, owner, held, "not_regular")
             except CorruptFileError as error:
                 return self._corrupt(key, owner, held, error)
@@ -184,7 +184,7 @@ class Operations:
     def _replaced(self, key: ChunkKey, old: Held, now_at: tuple[int, int | None]) -> None:
         """An earlier copy goes, if it lies elsewhere."""
         elsewhere = (old.slot, old.at) != now_at
-        if elsewhere and self._put_away(key, self._ownership.ids[old.slot], old, None) is None:
+        if elsewhere and self._try_to_remove(key, self._ownership.ids[old.slot], old, None) is None:
             self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
             self._stale.append((key, self._ownership.ids[old.slot], old))
         self._books.abort_write(old.nbytes)
@@ -265,7 +265,7 @@ class Operations:
         if self._ownership.slot_of(owner) is None:
             self._lookups.shun(key, owner, error.identity)
         else:
-            removed = self._put_away(key, owner, held, error.identity)
+            removed = self._try_to_remove(key, owner, held, error.identity)
             if removed is False:
                 return Outcome(key, _MISSING)  # another read found it first, or a write has replaced it
             if removed and held is not None:
@@ -277,7 +277,7 @@ class Operations:
         cause = CorruptChunkError(self._name, str(error), [key])
         return Outcome(key, Status.CORRUPT, Reason.CORRUPT, cause)
 
-    def _put_away(self, key: ChunkKey, owner: str, held: Held | None, identity: Identity | None) -> bool | None:
+    def _try_to_remove(self, key: ChunkKey, owner: str, held: Held | None, identity: Identity | None) -> bool | None:
         """Remove what lies at a path of ours; False if it is gone or another file by now, None if it cannot be."""
         try:
             return self._store.remove(key, owner, held, identity=identity)
