@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -41,7 +40,7 @@ class SlabIO:
 
     Args:
         in_memory: the root lies there: what a call has read is summed up while it is still in a cache, so calls are
-            shorter; and nothing is gained by writing in pieces, as only one is written at a time.
+            shorter.
 
     Concurrency: any thread, on different slots.
     """
@@ -51,8 +50,6 @@ class SlabIO:
         self._digest = digest
         self._sums = sums
         self._durable = durable
-        # A file in memory takes one write at a time, and whoever waits for it in the kernel does so spinning.
-        self._turn = threading.Lock() if in_memory else contextlib.nullcontext()
 
     def run_length(self, slot_nbytes: int) -> int:
         """Most slots of one call."""
@@ -60,7 +57,7 @@ class SlabIO:
 
     def write(self, slab: Slab, slots: range, items: Sequence[tuple[Chunk, memoryview]], scratch: Scratch) -> None:
         """Fill ``slots`` with as many chunks. Nobody can find them before they are committed. Raises OSError."""
-        if len(items) == 1 and items[0][0].nbytes > LONG_NBYTES and not self._in_memory:
+        if len(items) == 1 and items[0][0].nbytes > LONG_NBYTES:
             self._write_pieces(slab, slots.start, *items[0], scratch)
         else:
             self._write_whole(slab, slots, items, scratch)
@@ -78,8 +75,7 @@ class SlabIO:
             parts += (scratch.headers[i], *in_pages(payload, scratch.tails[i]))
             if HEADER_NBYTES + padded_nbytes(chunk.nbytes) < slab.slot_nbytes or i == len(items) - 1:
                 # A shorter chunk ends the call: what lies behind it in its slot is left as it is.
-                with self._turn:
-                    slab.write(first, parts)
+                slab.write(first, parts)
                 parts, first = [], slots.start + i + 1
 
     def _write_pieces(self, slab: Slab, slot: int, chunk: Chunk, buffer: memoryview, scratch: Scratch) -> None:
@@ -89,11 +85,9 @@ class SlabIO:
         for at in range(PIECE_NBYTES, chunk.nbytes, PIECE_NBYTES):
             piece = payload[at : at + PIECE_NBYTES]
             hasher.update(piece)
-            with self._turn:
-                slab.write(slot, in_pages(piece, scratch.tail), HEADER_NBYTES + at)
+            slab.write(slot, in_pages(piece, scratch.tail), HEADER_NBYTES + at)
         pack_header(scratch.header, chunk, self._digest, slab.owner, hasher.digest(), sums=self._sums)
-        with self._turn:
-            slab.write(slot, [scratch.header, payload[:PIECE_NBYTES]])
+        slab.write(slot, [scratch.header, payload[:PIECE_NBYTES]])
 
     def commit(self, slab: Slab, slots: range, keys: Sequence[ChunkKey]) -> list[OSError | None]:
         """Let each chunk be found, and say why one cannot be."""
