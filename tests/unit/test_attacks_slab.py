@@ -45,11 +45,6 @@ from tierkv.types import ChunkKey, Reason, Status
 OK, MISSING = Status.OK, Status.MISSING
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 @pytest.fixture(autouse=True)
 def _in_slabs() -> Iterator[None]:
     with using("slab"):

@@ -53,11 +53,6 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def key_file(tmp_path: Path) -> Path:
     return secret_file(tmp_path / "key", SECRET + b"\n")
 

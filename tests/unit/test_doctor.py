@@ -21,11 +21,6 @@ from tierkv.tiers._fs.page import OwnerPage
 Capture = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def doctor(root: Path, capsys: Capture) -> tuple[int, list[str], list[str]]:
     """(exit code, what is wrong, notes)."""
     code = main(["doctor", str(root), "--json"])

@@ -44,11 +44,6 @@ from tierkv.types import Status
 OK, MISSING, CORRUPT = Status.OK, Status.MISSING, Status.CORRUPT
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def flip(at: int) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         data = bytearray(path.read_bytes())

@@ -75,11 +75,6 @@ async def leave_two(root: Path) -> None:
         kill(before)
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 async def test_a_late_probe_does_not_bring_back_what_was_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen, then evicted by another thread: it is not announced, which would acknowledge a chunk that nobody has."""
     async with opened(root, n_chunks=1) as tier:

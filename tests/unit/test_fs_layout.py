@@ -32,11 +32,6 @@ from tierkv.types import Status
 OK = Status.OK
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     """(level, what) of every line about where new chunks go."""
     return [(line.levelname, line.getMessage()) for line in caplog.records if "new chunks go" in line.getMessage()]

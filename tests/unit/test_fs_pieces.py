@@ -25,11 +25,6 @@ def _in_layout(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
     """Bytes of each long ``preadv`` or ``pwritev`` from now on."""
     real = getattr(os, name)

@@ -37,11 +37,6 @@ N_CHUNKS = 24
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
-@pytest.fixture
 def instants(root: Path, layout: str, monkeypatch: pytest.MonkeyPatch) -> Instants:  # noqa: F811 - the fixture
     return Instants(root, capacity_for(N_CHUNKS), monkeypatch)
 

@@ -52,11 +52,6 @@ from tierkv.types import Chunk, ChunkKey, Found, Reason, Status
 OK = Status.OK
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 async def opened_and_killed(root: Path, n: int, namespace: bytes = NAMESPACE) -> FSTier:
     """A root with chunks 0..n-1, a second apart in age, whose owner was killed."""
     tier = FSTier(root, capacity=capacity_for(20), min_free=0)

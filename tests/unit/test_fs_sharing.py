@@ -51,11 +51,6 @@ from tierkv.types import Found, Reason, Status
 OK, MISSING, CORRUPT = Status.OK, Status.MISSING, Status.CORRUPT
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 @pytest.fixture(autouse=True)
 def _no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats come when a test says so; the dead are adopted at the next one unless a test says otherwise."""

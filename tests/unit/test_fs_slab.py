@@ -58,11 +58,6 @@ from tierkv.types import ChunkKey, Reason, Status
 OK, MISSING, CORRUPT = Status.OK, Status.MISSING, Status.CORRUPT
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 @pytest.fixture(autouse=True)
 def _in_slabs() -> Iterator[None]:
     with using("slab"):

@@ -51,11 +51,6 @@ from tierkv.types import Chunk, ChunkKey, Reason, Status
 OK = Status.OK
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 async def test_satisfies_the_protocols(root: Path) -> None:
     """A persistent tier that charges headers and follows a share."""
     async with opened(root) as tier:

@@ -41,11 +41,6 @@ ORDER = (3, 1, 4, 0, 5, 2)
 CHUNKS = [chunk_of(i, end_token=i, parent=key_of(9)) for i in ORDER]
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two chunks at once, so that some spans are disturbed and others are not."""

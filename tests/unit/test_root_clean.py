@@ -57,11 +57,6 @@ OLD_DIGEST = namespace_digest(OLD).hex()
 DAY_S = 86_400.0
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def gc(root: Path, capsys: Capture, *options: str, code: int = 0) -> tuple[dict[str, str], dict[str, Any]]:
     """(why by file name, counts)."""
     capsys.readouterr()

@@ -42,11 +42,6 @@ Capture = pytest.CaptureFixture[str]
 DIGEST = namespace_digest(NAMESPACE).hex()
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "root"
-
-
 def du(root: Path, capsys: Capture) -> dict[str, Any]:
     assert main(["du", str(root), "--json"]) == 0
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
