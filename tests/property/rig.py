@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tests.property.world import BY_KEY, KEYS, SLOT, File, ManualClock, Medium, SecondOffer, content, make_policy
+from tests.property.world import BY_KEY, KEYS, SLOT, File, Medium, SecondOffer, content, make_policy
 from tierkv._breaker import Traffic
 from tierkv._hierarchy import ABSENT, UNSETTLED, Hierarchy
 from tierkv._hints import Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry
 from tierkv._level import LevelBooks, LevelPlan, Writes
+from tierkv.testing import ManualClock
 from tierkv.types import Chunk, ChunkKey, Event, EventKind, Found, Outcome, Reason, Status, Transfer, TransferKind
 
 T = TypeVar("T")

@@ -324,7 +324,7 @@ class HierarchyMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([2.0, 6.0]))
     def tick(self, seconds: float) -> None:
-        self.rig.clock.now += seconds
+        self.rig.clock.now_s += seconds
 
     @rule(
         data=st.data(),

@@ -16,10 +16,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ManualClock, ancestors, make_policy
+from tests.property.world import CHUNKS, KEYS, PATHS, SLOT, ancestors, make_policy
 from tierkv._entry import Columns
 from tierkv._hints import Hint, Hints
 from tierkv._ledger import GONE, PENDING, READY, Entry, Ledger, State
+from tierkv.testing import ManualClock
 from tierkv.types import Chunk, ChunkKey
 
 CAPACITY = 5 * SLOT
@@ -91,7 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.until_s[key]
 
     def is_over(self, key: ChunkKey) -> bool:
-        return self.until_s.get(key, inf) <= self.clock.now
+        return self.until_s.get(key, inf) <= self.clock.now_s
 
     # -- rules --------------------------------------------------------------------------------------------------
 
@@ -222,11 +223,11 @@ class LedgerMachine(RuleBasedStateMachine):
         answer = self.hints.give(keys, hint)
         assert answer == (len(ours - over), len(set(keys) - (ours - over)))
         if hint.ttl_s is not None:
-            self.until_s.update((key, self.clock.now + hint.ttl_s) for key in ours - over)
+            self.until_s.update((key, self.clock.now_s + hint.ttl_s) for key in ours - over)
 
     @rule(seconds=st.sampled_from([1.0, 3.0, 4000.0]))
     def tick(self, seconds: float) -> None:
-        self.clock.now += seconds
+        self.clock.now_s += seconds
 
     @rule(
         enough=st.integers(0, CAPACITY),

@@ -21,11 +21,12 @@ from hypothesis.stateful import (
 )
 
 from tests.property.test_ledger_machine import CAPACITY, LedgerMachine, charge_of
-from tests.property.world import SLOT, ManualClock
+from tests.property.world import SLOT
 from tierkv._hints import Hints
 from tierkv._ledger import Ledger
 from tierkv.policies import ARC, FIFO, LFU, LRU, MQ, S3FIFO, SIEVE, TTL, LeafFirst, Quota, TwoQ, _stamp_heap
 from tierkv.protocols import BatchEvicting, EvictionPolicy, Expiring, PinAware
+from tierkv.testing import ManualClock
 from tierkv.types import Chunk, ChunkKey
 
 Maker = Callable[[ManualClock], Any]
@@ -217,7 +218,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 6.0]))
     def tick(self, seconds: float) -> None:
-        self.clock.now += seconds
+        self.clock.now_s += seconds
 
     def teardown(self) -> None:
         if hasattr(self, "patch"):

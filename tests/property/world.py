@@ -55,14 +55,6 @@ def ancestors(key: ChunkKey | None) -> Iterator[ChunkKey]:
         key = PARENTS.get(key)
 
 
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class InOrder:
     """Insertion order, not PinAware: the ledger has to skip held and pending keys itself."""
 

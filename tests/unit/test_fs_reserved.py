@@ -25,6 +25,7 @@ from tests.fs_kit import (
     write,
 )
 from tests.instants import Instants, reserved
+from tierkv.testing import ManualClock
 from tierkv.tiers._fs import mount as _fs_mount
 from tierkv.tiers._fs import owners as _fs_owners
 from tierkv.tiers._fs.garbage import Garbage, Wish
@@ -47,19 +48,9 @@ def _no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_fs_mount, "HEARTBEAT_S", 3600.0)
 
 
-class Times:
-    """The clock by which all owners of a test know how long another one has been dead."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
-def clock() -> Times:
-    return Times()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 _opened: list[FSTier] = []
@@ -75,7 +66,7 @@ def _nothing_stays_open() -> Iterator[None]:
             kill(tier)
 
 
-async def newcomer(root: Path, clock: Times, namespace: bytes = b"a namespace") -> FSTier:
+async def newcomer(root: Path, clock: ManualClock, namespace: bytes = b"a namespace") -> FSTier:
     tier = FSTier(root, capacity=capacity_for(N_CHUNKS), min_free=0, clock=clock)
     _opened.append(tier)
     await tier.open(context(namespace=namespace))
@@ -95,7 +86,7 @@ async def fill(tier: FSTier, first: int = 1000) -> None:
         await write(tier, chunk_of(i))
 
 
-async def adopted(root: Path, clock: Times, n_chunks: int = 3) -> FSTier:
+async def adopted(root: Path, clock: ManualClock, n_chunks: int = 3) -> FSTier:
     """A process that holds two ids with so many chunks each, its own and a dead one's."""
     one, two = await newcomer(root, clock), await newcomer(root, clock)
     await beat(one, two, one, two)
@@ -108,14 +99,16 @@ async def adopted(root: Path, clock: Times, n_chunks: int = 3) -> FSTier:
     return one
 
 
-async def _later(clock: Times, *tiers: FSTier) -> None:
+async def _later(clock: ManualClock, *tiers: FSTier) -> None:
     """Whoever is dead now is adopted."""
     await beat(*tiers)
     clock.now_s += 2 * _fs_owners.ADOPT_AFTER_S
     await beat(*tiers)
 
 
-async def test_a_newcomer_takes_all_that_a_dead_process_held(root: Path, instants: Instants, clock: Times) -> None:
+async def test_a_newcomer_takes_all_that_a_dead_process_held(
+    root: Path, instants: Instants, clock: ManualClock
+) -> None:
     """And not one of its ids: one page had claimed the bytes of all, and without it nobody counted the others'.
 
     The newcomer then wrote over the capacity by as much as they held.
@@ -132,7 +125,9 @@ async def test_a_newcomer_takes_all_that_a_dead_process_held(root: Path, instant
     assert instants.wrong == [] and instants.highest_nbytes > capacity_for(N_CHUNKS) - 4 * CHARGE
 
 
-async def test_a_dead_process_of_two_namespaces_goes_to_one_heir(root: Path, instants: Instants, clock: Times) -> None:
+async def test_a_dead_process_of_two_namespaces_goes_to_one_heir(
+    root: Path, instants: Instants, clock: ManualClock
+) -> None:
     """Also if others could read a part of it: to whoever may take the id that the process wrote under."""
     dead = await newcomer(root, clock, b"another")
     old = await newcomer(root, clock)
@@ -156,7 +151,7 @@ async def test_a_dead_process_of_two_namespaces_goes_to_one_heir(root: Path, ins
 
 
 async def test_who_leaves_only_an_adopted_ids_files_says_so_in_its_page(
-    root: Path, instants: Instants, clock: Times
+    root: Path, instants: Instants, clock: ManualClock
 ) -> None:
     """The page of its own id goes, as no file carries that; it was the only one that claimed what the other left."""
     old = await adopted(root, clock)
@@ -172,7 +167,7 @@ async def test_who_leaves_only_an_adopted_ids_files_says_so_in_its_page(
     assert instants.wrong == []
 
 
-async def test_who_leaves_nothing_takes_its_claim_away_last(root: Path, instants: Instants, clock: Times) -> None:
+async def test_who_leaves_nothing_takes_its_claim_away_last(root: Path, instants: Instants, clock: ManualClock) -> None:
     """A kill in the middle of leaving may not leave a lock file that nobody counts."""
     old = await adopted(root, clock)
     await old.delete([key_of(i) for i in (*range(3), *range(100, 103))])
@@ -181,7 +176,7 @@ async def test_who_leaves_nothing_takes_its_claim_away_last(root: Path, instants
 
 
 async def test_dead_processes_ids_are_handed_back_with_what_each_holds(
-    root: Path, instants: Instants, clock: Times
+    root: Path, instants: Instants, clock: ManualClock
 ) -> None:
     """The page that had claimed two ids' bytes is lowered after the other's was raised."""
     old, larger = await adopted(root, clock, 4 if is_slab() else 5), await newcomer(root, clock)
@@ -198,7 +193,7 @@ async def test_dead_processes_ids_are_handed_back_with_what_each_holds(
 
 
 async def test_empty_lock_files_that_are_adopted_get_a_page_only_where_there_is_room(
-    root: Path, instants: Instants, clock: Times
+    root: Path, instants: Instants, clock: ManualClock
 ) -> None:
     """Newcomers came to a full root and died: who adopts their ids has no room for a page for each."""
     async with opened(root, capacity=capacity_for(N_CHUNKS), clock=clock) as old:
@@ -211,7 +206,9 @@ async def test_empty_lock_files_that_are_adopted_get_a_page_only_where_there_is_
     assert instants.wrong == []
 
 
-async def test_a_newcomer_without_room_for_a_page_leaves_no_index(root: Path, instants: Instants, clock: Times) -> None:
+async def test_a_newcomer_without_room_for_a_page_leaves_no_index(
+    root: Path, instants: Instants, clock: ManualClock
+) -> None:
     """Its room was never granted: on a full root the index of nothing was over the capacity."""
     async with opened(root, capacity=capacity_for(N_CHUNKS), clock=clock) as old:
         await fill(old)
@@ -225,7 +222,7 @@ async def test_a_newcomer_without_room_for_a_page_leaves_no_index(root: Path, in
     assert instants.wrong == []
 
 
-async def test_an_index_beyond_its_room_is_claimed(root: Path, instants: Instants, clock: Times) -> None:
+async def test_an_index_beyond_its_room_is_claimed(root: Path, instants: Instants, clock: ManualClock) -> None:
     """Long names of tenants make it longer than what was set aside; what is taken from the spare is claimed, too."""
     order: Sequence[Chunk] = [chunk_of(i, tenant=f"{i:03}" * 1300) for i in range(5)]
     tier = await newcomer(root, clock)
@@ -241,7 +238,7 @@ async def test_an_index_beyond_its_room_is_claimed(root: Path, instants: Instant
 
 @pytest.mark.parametrize("ends", [False, True])
 async def test_gc_does_not_lower_a_page_that_speaks_for_others(
-    root: Path, instants: Instants, clock: Times, *, ends: bool
+    root: Path, instants: Instants, clock: ManualClock, *, ends: bool
 ) -> None:
     """Each id of a dead process says what it holds before the one that had said it for all of them stops to.
 
@@ -264,7 +261,7 @@ async def test_gc_does_not_lower_a_page_that_speaks_for_others(
     assert instants.wrong == []
 
 
-async def test_a_new_page_claims_itself(root: Path, instants: Instants, clock: Times) -> None:
+async def test_a_new_page_claims_itself(root: Path, instants: Instants, clock: ManualClock) -> None:
     """From its first byte on: a process may be killed as soon as it has made it."""
     tier = await newcomer(root, clock)
     assert reserved(root) >= PAGE

@@ -12,15 +12,8 @@ from vllm.v1.kv_offload.base import LookupResult
 from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import Kit, keys_of
 from tierkv import MemoryTier
+from tierkv.testing import ManualClock
 from tierkv.types import ChunkKey
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class OneOfMany(MemoryTier):
@@ -90,11 +83,11 @@ def test_a_tier_that_could_not_be_opened_is_tried_again(tier):
         below, keys = engine.manager._below.levels[0], keys_of("a", 2)
         for n in (1, 2):
             engine.until(lambda n=n: below.n_failed == n)
-            clock.now += 6.9
+            clock.now_s += 6.9
             engine.step()
             assert below.state.name == "FAILED"
             assert len(engine.store(keys_of(f"k{n}", 2))) == 2, "host memory serves as if there were no tier"
-            clock.now += 0.2
+            clock.now_s += 0.2
             engine.step()
         engine.until(lambda: engine.hierarchy.levels[1].open)
         assert below.n_failed == 0
@@ -122,10 +115,10 @@ def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier, monkey
         engine.manager.reset_cache()
         for _ in range(5):
             engine.step()
-        clock.now += 29.0
+        clock.now_s += 29.0
         engine.step()
         assert engine.manager._below.levels[0].state.name == "DRAINING", "no sooner than every copy was reported"
-        clock.now += 2.0
+        clock.now_s += 2.0
         engine.until(lambda: engine.hierarchy.levels[1].open, timeout_s=PATIENCE_S)
         new = OneOfMany.made[-1]
         assert new is not old

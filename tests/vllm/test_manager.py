@@ -19,6 +19,7 @@ from tests.distributions import install_shelves
 from tests.fs_kit import n_rows
 from tests.patience import PATIENCE_S
 from tests.vllm.manager_kit import HIT, MISS, PAGE_NBYTES, PENDING, RETRY, Kit, keys_of
+from tierkv.testing import ManualClock
 from tierkv.types import Reason, Status
 from tierkv.vllm import _compat, _metrics
 from tierkv.vllm._control import Direction
@@ -38,14 +39,6 @@ def kit():
     yield make
     for each in made:
         each.close()
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class GateTier:
@@ -273,12 +266,12 @@ def test_store_threshold_counts_offers(kit):
 
 def test_expired_chunk_is_a_miss(kit):
     """Past ``ttl_s`` a chunk answers MISS at once, leaves at the next step, and can be stored again."""
-    clock = ManualClock()
+    clock = ManualClock(1000.0)
     engine, keys = kit(clock=clock, ttl_s=60, eviction_policy="arc"), keys_of("a", 2)
     engine.store(keys)
-    clock.now += 59
+    clock.now_s += 59
     assert engine.lookup(keys, engine.request(keys)) == [HIT, HIT]
-    clock.now += 2
+    clock.now_s += 2
     assert engine.lookup(keys, engine.request(keys)) == [MISS]
     assert engine.store(keys) == keys
     assert engine.statistics().dropped == {"expired": 2}
@@ -458,7 +451,7 @@ def test_deadline_ends_the_wait_and_nothing_is_deferred_again(kit, gate):
 
     https://github.com/vllm-project/vllm/issues/50031
     """
-    clock = ManualClock()
+    clock = ManualClock(1000.0)
     engine, keys = kit(8, [gate], clock=clock, lookup_deadline_s=2.0), keys_of("a", 3)
     engine.until(lambda: engine.hierarchy.levels[1].open)
     on_shelf(engine, keys)
@@ -467,9 +460,9 @@ def test_deadline_ends_the_wait_and_nothing_is_deferred_again(kit, gate):
     for _ in range(3):
         assert engine.lookup(keys, context) == [PENDING] * 3
         engine.step()
-    clock.now += 1.9
+    clock.now_s += 1.9
     assert engine.lookup(keys, context) == [PENDING] * 3
-    clock.now += 0.2
+    clock.now_s += 0.2
     assert engine.lookup(keys, context) == [MISS]
     engine.step()
     other = engine.request(keys)
@@ -483,7 +476,7 @@ def test_deadline_ends_the_wait_and_nothing_is_deferred_again(kit, gate):
 
 def test_deadline_passes_between_lookups(kit, gate):
     """A leased request that vLLM no longer asks for loses its lease at its deadline."""
-    clock = ManualClock()
+    clock = ManualClock(1000.0)
     engine, keys = kit(8, [gate], clock=clock, lookup_deadline_s=2.0), keys_of("a", 3)
     engine.until(lambda: engine.hierarchy.levels[1].open)
     on_shelf(engine, keys)
@@ -491,7 +484,7 @@ def test_deadline_passes_between_lookups(kit, gate):
     engine.step()
     engine.until(lambda: engine.statistics().n_pending == 0)
     assert engine.statistics().n_pinned == 3
-    clock.now += 2.1
+    clock.now_s += 2.1
     engine.step()
     assert engine.statistics().n_pinned == 0
 
