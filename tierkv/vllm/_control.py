@@ -10,7 +10,6 @@ half-written. Standard library only, so that tests and tools need no vLLM.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import socket
@@ -61,16 +60,6 @@ class Identities(NamedTuple):
 
     models: tuple[bytes, ...]
     layouts: tuple[bytes, ...]
-
-    @property
-    def agree(self) -> bool:
-        """True if all ranks serve the same model; their layouts may differ (pipeline stages)."""
-        return len(set(self.models)) == 1
-
-    @property
-    def digest(self) -> bytes:
-        """32 bytes over every rank's model and layout in rank order: equal engines have equal ones."""
-        return hashlib.blake2b(b"".join((*self.models, *self.layouts)), digest_size=DIGEST_NBYTES).digest()
 
 
 class ControlPage:

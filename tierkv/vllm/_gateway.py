@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tierkv._entry import GONE, Entry
 from tierkv._level import LevelPlan
@@ -90,7 +90,7 @@ class Declining:
 class Job:
     """One of vLLM's jobs: done when none of its chunks is under way any more."""
 
-    __slots__ = ("good", "is_load", "job_id", "n_bad", "n_copied", "n_left", "started_s")
+    __slots__ = ("good", "is_load", "job_id", "n_bad", "n_left", "started_s")
 
     def __init__(self, job_id: int, *, is_load: bool, started_s: float) -> None:
         self.job_id = job_id
@@ -100,14 +100,6 @@ class Job:
         self.good: list[ChunkKey] = []
         """Keys that arrived, in a load; that the tier holds now or did not want, in a store."""
         self.n_bad = 0
-        self.n_copied = 0
-
-
-class Ended(NamedTuple):
-    """A job's end, as vLLM is told of it."""
-
-    job: Job
-    seconds: float
 
 
 def row_of_key(keys: Sequence[ChunkKey], rows: Any) -> dict[ChunkKey, int]:
