@@ -95,7 +95,7 @@ class Driver:
     @property
     def _quiet(self) -> bool:
         """As ``idle``, but for deletions that a medium refuses: no close waits for its better days."""
-        purging = any(level.purging and level.open for level in self.hierarchy.levels)
+        purging = any(level.purging and level.serves for level in self.hierarchy.levels)
         return self.hierarchy.is_quiet and not self._copies and not purging
 
     def own(self, copy: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -35,7 +35,7 @@ STORED: Final = 2
 PROMOTED: Final = 4
 DEMOTE_REFUSED: Final = 8
 WRITER: Final = 1 << 20
-"""What a copy into an entry adds to its holds, so that those that are not its writer's can be told from that one."""
+"""What a copy into an entry adds to its ``holds``: far more than pins come to, so the number says both."""
 _make = tuple.__new__  # half the cost of Chunk(...)
 
 
@@ -78,11 +78,11 @@ class Columns(NamedTuple):
     parent: ChunkKey | None
     """Of the first."""
     chained: bool
-    """Each other's parent is the one before it. False: no chunk has a parent."""
+    """The parent of each further one is the one before it. False: no chunk has a parent."""
     kind: Kind
 
     def parents(self) -> Iterable[ChunkKey | None]:
-        """Of each key, and more."""
+        """That of each key; does not end with the keys."""
         return chain((self.parent,), self.keys) if self.chained else repeat(None)
 
     def chunks(self) -> list[Chunk]:
@@ -166,7 +166,7 @@ class Entry(Seat):
         return not self.holds
 
     def learn(self, chunk: Chunk, kind: Kind) -> None:
-        """Somebody knows more of its chunk than whoever found it did."""
+        """Somebody knows more of its chunk than the scan did that found it."""
         self.parent, self.end_token, self.kind = chunk.parent, chunk.end_token, kind
 
     def __repr__(self) -> str:

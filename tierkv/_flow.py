@@ -1,6 +1,6 @@
 """The machinery under the hierarchy's verbs: writes wait for room, entries leave, transfers are launched and end.
 
-Nothing here is called from outside :mod:`tierkv._hierarchy`.
+A part of :class:`~tierkv._hierarchy.Hierarchy`, which is the one to import.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Sta
 SLICE = 128
 """Chunks that one call expires, or begins to copy down to make room, at most."""
 LEAVING = 32
-"""Chunks that leave a level in the background at a time, or twice as many as come at once: no step has many to bear."""
+"""How many chunks may be leaving a level in the background at a time; twice those that just came, if that is more."""
 PATIENCE = 256
-"""Chunks that still have to be copied down before they may leave, of which one search passes over no more."""
+"""A search for victims that meets so many chunks which would have to be copied down first gives up."""
 Keys = Collection[ChunkKey | None]
 NOTHING: frozenset[ChunkKey] = frozenset()
 _make = tuple.__new__  # half the cost of a named tuple's own way: every chunk with a level below comes by, thrice
@@ -96,7 +96,7 @@ class Flow:
             self._pump_up(level.index)
 
     def _give_up_demotion(self, above: LevelBooks, flight: Flight) -> None:
-        """A copy down hangs: its source is no room to come, and must keep no ancestors unless somebody reads it."""
+        """A copy down hangs: its source leaves without it, or would keep its ancestors, unless somebody reads it."""
         source = flight.source
         if flight.demote:
             above.demoting_nbytes -= source.charge_nbytes

@@ -301,7 +301,7 @@ class Hierarchy(Room):
     # -- what tiers report --------------------------------------------------------------------------------------
 
     def absorb(self, index: int, found: Iterable[Found]) -> None:
-        """Enter chunks that a persistent tier reports, in its books still. Keys that are known, or leave, stay so."""
+        """Enter what a persistent tier reports and still has. Keys that are known or leaving stay as they are."""
         level = self.levels[index]
         for item in found:
             # On its way out, or out by now: a tier's answer may be older than the deletion that ended since.
@@ -346,7 +346,7 @@ class Hierarchy(Room):
         self.set_traffic(index, reads=traffic, writes=traffic)
 
     def set_traffic(self, index: int, *, reads: Traffic, writes: Traffic) -> None:
-        """A level's breakers: without reads it answers misses, without writes it drops them, on trial all but one."""
+        """A level's breakers. Stopped reads are misses, stopped writes are dropped; on trial, all but one at a time."""
         level = self.levels[index]
         for door, traffic in ((level.reads, reads), (level.writes, writes)):
             if door.traffic is not traffic:

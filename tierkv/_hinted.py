@@ -36,7 +36,7 @@ class Lifetimes:
         self._gone: OrderedDict[ChunkKey, None] = OrderedDict()
 
     def of_copy(self, key: ChunkKey, now_s: float) -> float | None:
-        """Until when a chunk lives that comes to a level; None: no end. What nobody has and is over has begun anew."""
+        """Until when a chunk lives that comes to a level; None: no end. What is over and in no level is forgotten."""
         until_s = self.until_s.get(key)
         if until_s is not None and until_s <= now_s and key not in self._n_levels:
             del self.until_s[key], self._gone[key]
@@ -160,7 +160,7 @@ class HintedOrder:
             self._held.add(key)
 
     def _turn(self, key: ChunkKey, turn: Turn) -> None:
-        """An order is told of a hint while the chunk is not held."""
+        """Tell the order of a hint. It may be told only while the chunk is not held."""
         pins = self._pins if key in self._held and self._seats is None else None
         if pins is not None:
             pins.release(key)

@@ -67,7 +67,7 @@ class Ledger:
         self.follow(policy)
 
     def follow(self, policy: EvictionPolicy) -> None:
-        """Evict in this order. A later one stands around the one before, so it knows of everything that is here."""
+        """Evict in this order from now on. A later one wraps the one before, so it knows of everything that is here."""
         self.policy = policy
         self._order = (
             SeatedOrder(policy, self._index) if isinstance(policy, Seating) else KeyedOrder(policy, self._index)
@@ -134,7 +134,7 @@ class Ledger:
         return taken
 
     def reserve_columns(self, columns: Columns) -> list[Entry]:
-        """:meth:`reserve` for chunks by column, which are some, in a level with slots."""
+        """:meth:`reserve` for one or more chunks by column, in a level with slots."""
         assert self._slots is not None
         taken = self._slots.fill(columns)
         if taken:
@@ -279,8 +279,8 @@ class Ledger:
         """READY, unheld entries in leaving order that ``accept`` takes, until their charges reach ``enough_nbytes``.
 
         An ``accept`` of None takes all; one that answers None ends the search, since to look on would cost more than it
-        might find. The order names a parent after its children, as if those had left. So whoever is passed over keeps
-        its parent.
+        might find. The order names a parent after its children, as if those had left. So the parent of whoever is
+        passed over is passed over, too.
         """
         chosen: list[Entry] = []
         gained = 0

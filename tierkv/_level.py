@@ -141,8 +141,8 @@ class LevelBooks:
         """What its breakers let through: without reads it answers misses, without writes it takes none."""
 
     @property
-    def open(self) -> bool:
-        """Both reads and writes are let through, be it on trial: neither breaker is open."""
+    def serves(self) -> bool:
+        """Neither reads nor writes are stopped; one of them, or both, may be on trial."""
         return Traffic.STOPPED not in (self.reads.traffic, self.writes.traffic)
 
     def readable(self, key: ChunkKey) -> Entry | None:
@@ -206,7 +206,7 @@ class LevelBooks:
             written_nbytes=counts.written_nbytes,
             refused=dict(counts.refused),
             dropped=dict(counts.dropped),
-            broken=not self.open,
+            broken=not self.serves,
         )
 
 

@@ -1,6 +1,6 @@
 """How the primary gets room for what is offered or promoted: who may leave for it, and who leaves.
 
-Nothing here is called from outside :mod:`tierkv._hierarchy`.
+A part of :class:`~tierkv._hierarchy.Hierarchy`, which is the one to import.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Room(Flow):
     def offer_new(self, chunks: Sequence[Chunk], shielded: Collection[ChunkKey] = NOTHING) -> list[Entry] | None:
         """:meth:`~tierkv._hierarchy.Hierarchy.offer` where all chunks are new and go in: the usual case, cheaply.
 
-        ``chunks`` are in the order of their end tokens. None: it takes more, and none was offered; but who may leave at
-        once may have left.
+        ``chunks`` are in the order of their end tokens. None: it is another case. Nothing is reserved or counted as
+        offered then, but some may have been evicted to make room.
         """
         if not (chunks and self._undemanding):
             return None
@@ -80,7 +80,7 @@ class Room(Flow):
         return self.primary.reserve_one(chunk)
 
     def _make_way(self, n_short: int, shielded: Collection[ChunkKey], spared: Iterable[Entry]) -> bool:
-        """Evict a few more than are in the way of new chunks. False: there are some who may not leave at once."""
+        """Evict those in the way of new chunks, and a few ahead of need. False: not enough may leave at once."""
         if shielded or self.guarded:
             return False
         gone = self.primary.evict(max(n_short, self._n_ahead), spared)
@@ -164,7 +164,7 @@ class Room(Flow):
         return may_leave
 
     def _spared(self, wanted: Sequence[Chunk], request: Sequence[Chunk]) -> list[Entry]:
-        """Primary entries of ``request``, of which ``wanted`` is absent, and of the parents of ``wanted``."""
+        """Entries that must stay: those of ``request``, and the parents of ``wanted``, which are its absent chunks."""
         keys: list[ChunkKey | None] = [] if len(wanted) == len(request) else [chunk.key for chunk in request]
         before: ChunkKey | None = None
         for chunk in wanted:

@@ -23,8 +23,8 @@ class Slots:
         self.free = list(range(n_slots - 1, -1, -1))
         """The last is given out next. The list stays the same object."""
         self.spare: list[Entry] = []
-        """Entries whose slots are free as well: an order has let them go, and they are the next chunks'. Given out
-        first, the last of them before the others. The list stays the same object."""
+        """Evicted entries that are used again, slot and all: given out before ``free``, the last of them first. The
+        list stays the same object."""
         self.n_slots = n_slots
         self.generation = 0
         """Of the slots that were given out last."""
@@ -66,7 +66,10 @@ class Slots:
         return entries
 
     def fill_one(self, chunk: Chunk, kinds: Kinds) -> Entry:
-        """:meth:`fill` for one chunk while a slot is free: what a request in pieces of 1 pays each time."""
+        """:meth:`fill` for one chunk while a slot is free: what a request in pieces of 1 pays each time.
+
+        The fields are written out again: a call that both made would cost many chunks half as much again.
+        """
         key, parent, group, end_token, nbytes, tenant, partial = chunk
         entry = self.spare.pop() if self.spare else self._fresh()
         entry.key = key
@@ -99,7 +102,7 @@ class Slots:
         return entry
 
     def give_back(self, entries: Iterable[Entry]) -> None:
-        """Nothing touches these any more."""
+        """Free the slots of entries that nothing touches any more."""
         self.free += [entry.slot for entry in entries]
 
     def check(self, entries: Sequence[Entry]) -> None:

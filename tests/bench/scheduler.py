@@ -60,7 +60,7 @@ class OursTiered(Ours):
     def __init__(self, n_slots: int, root: Path) -> None:
         tier = {"type": "fs", "root_dir": str(root), "capacity": "4GiB", "min_free": 0}
         self.kit = Kit(n_slots, [tier], page_nbytes=SLOT_NBYTES)
-        self.kit.until(lambda: self.kit.hierarchy.levels[1].open)
+        self.kit.until(lambda: self.kit.hierarchy.levels[1].serves)
         self.manager, self.page = self.kit.manager, self.kit.manager._page()
 
     def settle(self) -> None:

@@ -59,7 +59,7 @@ def run(tiers: list[dict[str, Any]], n_steps: int, ready: Path | None = None) ->
     kit = Kit(N_SLOTS, tiers, page_nbytes=CHUNK_NBYTES)
     try:
         if tiers:
-            kit.until(lambda: kit.hierarchy.levels[1].open)
+            kit.until(lambda: kit.hierarchy.levels[1].serves)
         resident = keys_of("resident", N_LOADED)
         for i in range(0, N_LOADED, N_STORED):
             keys = resident[i : i + N_STORED]

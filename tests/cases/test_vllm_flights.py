@@ -24,7 +24,7 @@ def engine_of() -> Iterator[Callable[..., Any]]:
 
     def make(*args: Any, **kwargs: Any) -> Any:
         made.append(Kit(*args, **kwargs))
-        made[-1].until(lambda: made[-1].hierarchy.levels[1].open)
+        made[-1].until(lambda: made[-1].hierarchy.levels[1].serves)
         return made[-1]
 
     yield make

@@ -188,7 +188,7 @@ class OwnSpec:
     def ready(self, n_held: int = 0) -> OwnSpec:
         """The tier is open, its root is scanned, and our ledger knows of ``n_held`` chunks of earlier runs."""
         level = self.tier.hierarchy.levels[1]
-        self.until(lambda: level.open and level.plan.writable() and len(level.ledger) >= n_held)
+        self.until(lambda: level.serves and level.plan.writable() and len(level.ledger) >= n_held)
         return self
 
     def held(self) -> list[Any]:

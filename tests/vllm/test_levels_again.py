@@ -89,7 +89,7 @@ def test_a_tier_that_could_not_be_opened_is_tried_again(tier):
             assert len(engine.store(keys_of(f"k{n}", 2))) == 2, "host memory serves as if there were no tier"
             clock.now_s += 0.2
             engine.step()
-        engine.until(lambda: engine.hierarchy.levels[1].open)
+        engine.until(lambda: engine.hierarchy.levels[1].serves)
         assert below.n_failed == 0
         engine.store(keys)
         engine.until(engine.at_rest)
@@ -105,7 +105,7 @@ def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier, monkey
     engine = _engine(tier, clock, transfer_deadline_s=30.0)
     try:
         keys, later = keys_of("a", 5), keys_of("b", 2)
-        engine.until(lambda: engine.hierarchy.levels[1].open)
+        engine.until(lambda: engine.hierarchy.levels[1].serves)
         old = OneOfMany.made[-1]
         old.gate.clear()
         context = engine.request(keys)
@@ -119,7 +119,7 @@ def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier, monkey
         engine.step()
         assert engine.manager._below.levels[0].state.name == "DRAINING", "no sooner than every copy was reported"
         clock.now_s += 2.0
-        engine.until(lambda: engine.hierarchy.levels[1].open, timeout_s=PATIENCE_S)
+        engine.until(lambda: engine.hierarchy.levels[1].serves, timeout_s=PATIENCE_S)
         new = OneOfMany.made[-1]
         assert new is not old
         assert engine.statistics().n_quarantined == 4, "what the old one may still read"
@@ -142,7 +142,7 @@ def test_a_deletion_that_failed_before_a_reset_is_forgotten_with_it(tier):
     engine = _engine(tier, clock)
     try:
         keys = keys_of("a", 1)
-        engine.until(lambda: engine.hierarchy.levels[1].open)
+        engine.until(lambda: engine.hierarchy.levels[1].serves)
         old = OneOfMany.made[-1]
         engine.store(keys)
         engine.until(engine.at_rest)
@@ -151,7 +151,7 @@ def test_a_deletion_that_failed_before_a_reset_is_forgotten_with_it(tier):
         engine.until(lambda: bool(engine.hierarchy.levels[1].stuck))
         old.delete = real
         engine.manager.reset_cache()
-        engine.until(lambda: engine.hierarchy.levels[1].open)
+        engine.until(lambda: engine.hierarchy.levels[1].serves)
         for _ in range(3):
             engine.step()
             engine.hierarchy.refresh()
@@ -202,7 +202,7 @@ def test_a_probe_under_way_is_not_sent_again():
     clock = ManualClock()
     engine = Kit(8, [{"type": "Probed", "module_path": __name__, "capacity": "1MiB"}], clock=clock)
     try:
-        engine.until(lambda: engine.hierarchy.levels[1].open)
+        engine.until(lambda: engine.hierarchy.levels[1].serves)
         tier = Probed.made[-1]
         keys, more = keys_of("a", 3), keys_of("b", 1)
         context = engine.request(keys)

@@ -295,7 +295,7 @@ def test_thousand_requests_leave_no_pin(kit, gate):
     https://github.com/LMCache/LMCache/issues/2017
     """
     engine, rng = kit(8, [gate]), random.Random(4)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     keys = keys_of("a", 3)
     on_shelf(engine, keys)
     for _ in range(1000):
@@ -365,7 +365,7 @@ def test_hit_is_no_victim_until_its_step_has_ended(kit):
 def test_promotion_is_leased_until_it_is_loaded(kit, gate):
     """A waiting request's chunks survive whatever is stored meanwhile, and count as hits of the level below."""
     engine, keys = kit(6, [gate]), keys_of("a", 4)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys)
     context = engine.request(keys)
     assert engine.lookup(keys, context) == [PENDING] * 4
@@ -390,7 +390,7 @@ def test_queued_requests_do_not_starve_stores_or_one_another(kit, gate):
     https://github.com/vllm-project/vllm/issues/49902
     """
     engine = kit(8, [gate], store_reserve=2 * 4096)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     prompts = [keys_of(f"p{i}", 4) for i in range(10)]
     for keys in prompts:
         on_shelf(engine, keys)
@@ -414,7 +414,7 @@ def test_queued_requests_do_not_starve_stores_or_one_another(kit, gate):
 def test_request_larger_than_the_primary_gets_its_head(kit, gate):
     """Eight chunks below, six slots: within a few polls the leading five are hits, each read once (A11 b)."""
     engine, keys = kit(6, [gate]), keys_of("a", 8)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys[:4])
     on_shelf(engine, keys[4:])
     context = engine.request(keys)
@@ -429,7 +429,7 @@ def test_request_larger_than_the_primary_gets_its_head(kit, gate):
 def test_window_is_reserved_whole_or_not_at_all(kit, gate):
     """Scanned from its tail, a window with a gap gives its slots back; the next, complete one keeps them."""
     engine = kit(8, [gate], n_groups=2, sliding=frozenset({1}))
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     keys = keys_of("a", 6, 1)
     on_shelf(engine, [keys[0], keys[1], keys[2], keys[4], keys[5]])
     context = engine.request((), keys)
@@ -453,7 +453,7 @@ def test_deadline_ends_the_wait_and_nothing_is_deferred_again(kit, gate):
     """
     clock = ManualClock(1000.0)
     engine, keys = kit(8, [gate], clock=clock, lookup_deadline_s=2.0), keys_of("a", 3)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys)
     GateTier.gate.clear()
     context = engine.request(keys)
@@ -478,7 +478,7 @@ def test_deadline_passes_between_lookups(kit, gate):
     """A leased request that vLLM no longer asks for loses its lease at its deadline."""
     clock = ManualClock(1000.0)
     engine, keys = kit(8, [gate], clock=clock, lookup_deadline_s=2.0), keys_of("a", 3)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys)
     engine.lookup(keys, engine.request(keys))
     engine.step()
@@ -492,7 +492,7 @@ def test_deadline_passes_between_lookups(kit, gate):
 def test_failed_read_is_a_miss(kit, gate):
     """What has vanished below is a miss from then on, its slot is free, and the others of the prefix stay."""
     engine, keys = kit(8, [gate]), keys_of("a", 3)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys)
     del GateTier.chunks[keys[1]]
     context = engine.request(keys)
@@ -507,7 +507,7 @@ def test_failed_read_is_a_miss(kit, gate):
 def test_tier_filter_is_honoured(kit, gate):
     """A request that forbids storage never waits for it; host memory serves it as always."""
     engine, keys = kit(8, [gate]), keys_of("a", 2)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys)
     host_only = TierFilter((TierMatcher(medium=Medium.CPU),))
     assert engine.lookup(keys, engine.request(keys, load_tier_filter=host_only)) == [MISS]
@@ -522,7 +522,7 @@ def test_tier_filter_is_honoured(kit, gate):
 def test_slow_tier_holds_no_more_than_its_queue(kit, gate):
     """Slots pinned for writes that hang stay within the queue's bytes; the rest is dropped and counted."""
     engine = kit(8, [gate | {"queue_bytes": 3 * PAGE_NBYTES}])
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     GateTier.gate.clear()
     for i in range(20):
         assert len(engine.store(keys_of(f"k{i}", 2))) == 2
@@ -537,7 +537,7 @@ def test_slow_tier_holds_no_more_than_its_queue(kit, gate):
 def test_demoted_on_eviction_and_found_again(kit, gate):
     """With ``writes: demote`` a chunk goes down when it must leave; while the tier keeps up no store is refused."""
     engine = kit(8, [gate | {"writes": "demote"}], store_reserve=2 * 4096)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     prompts = [keys_of(f"p{i}", 2) for i in range(12)]
     for keys in prompts[:3]:
         engine.store(keys)
@@ -575,13 +575,13 @@ def test_restart_finds_its_files_and_other_weights_do_not(kit, tmp_path):
     """
     keys = keys_of("a", 4)
     first = kit(8, [fs(tmp_path)])
-    first.until(lambda: first.hierarchy.levels[1].open)
+    first.until(lambda: first.hierarchy.levels[1].serves)
     first.store(keys)
     first.until(lambda: first.statistics(1).n_stored == 4)
     first.close()
     first.close = lambda: None
     other = kit(8, [fs(tmp_path)], model="another checkpoint")
-    other.until(lambda: other.hierarchy.levels[1].open)
+    other.until(lambda: other.hierarchy.levels[1].serves)
     assert other.lookup(keys, other.request(keys))[-1] in {MISS, RETRY}
     other.close()
     other.close = lambda: None
@@ -596,14 +596,14 @@ def test_reset_begins_an_epoch_that_nothing_finds_again(kit, tmp_path):
     """After a reset all levels miss and take new chunks; a restart, at the first epoch again, finds the old files."""
     keys = keys_of("a", 3)
     engine = kit(8, [fs(tmp_path)])
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     engine.store(keys)
     engine.until(lambda: engine.statistics(1).n_stored == 3)
     engine.manager.reset_cache()
     assert engine.lookup(keys, engine.request(keys)) == [MISS], "there is nothing to wait for"
     engine.step()
     assert HIT not in engine.lookup(keys, engine.request(keys))
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     engine.until(lambda: engine.lookup(keys, engine.request(keys)) == [MISS])
     engine.store(keys_of("new", 2))
     engine.until(lambda: engine.statistics(1).n_stored == 5 and engine.at_rest())
@@ -649,7 +649,7 @@ def test_reset_with_copies_in_both_directions(kit):
 def test_reset_between_lookup_and_read(kit, gate):
     """Reservations whose reads were not handed over are given back by a reset; no read runs for the old epoch."""
     engine, keys = kit(8, [gate]), keys_of("a", 3)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     on_shelf(engine, keys)
     engine.lookup(keys, engine.request(keys))
     engine.manager.reset_cache()
@@ -667,7 +667,7 @@ def test_events_of_both_levels_rebuild_the_index(kit, gate):
     https://github.com/llm-d/llm-d-kv-cache/pull/680
     """
     engine, rng = kit(6, [gate | {"capacity": 9 * 4096}]), random.Random(2)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     known: dict[Medium, set[bytes]] = {Medium.CPU: set(), Medium.STORAGE: set()}
 
     def listen() -> None:
@@ -689,7 +689,7 @@ def test_events_of_both_levels_rebuild_the_index(kit, gate):
         if i % 100 == 99:
             engine.manager.reset_cache()
         listen()
-    engine.until(lambda: engine.at_rest() and engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.at_rest() and engine.hierarchy.levels[1].serves)
     listen()
     for level, medium in enumerate((Medium.CPU, Medium.STORAGE)):
         assert known[medium] == {entry.chunk.key for entry in engine.hierarchy.levels[level].ledger}
@@ -698,7 +698,7 @@ def test_events_of_both_levels_rebuild_the_index(kit, gate):
 def test_metrics_use_defined_names_only(kit, gate):
     """The front end asserts that it knows every name and label; counters are told once."""
     engine, keys = kit(4, [gate], store_threshold=2), keys_of("a", 3)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     engine.store(keys)
     engine.store(keys)
     engine.until(engine.at_rest)
@@ -722,7 +722,7 @@ def test_metrics_use_defined_names_only(kit, gate):
 def test_last_store_of_a_busy_time_reaches_the_disk(kit, tmp_path):
     """After the last completion vLLM may not step again: the cascade is under way without another hook."""
     engine, keys = kit(8, [fs(tmp_path)]), keys_of("a", 3)
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     engine.step()
     engine.store(keys)
     deadline = time.monotonic() + PATIENCE_S
@@ -815,7 +815,7 @@ def test_a_distributions_tier_serves_vllm(kit, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(install_shelves(tmp_path)))
     engine, keys = kit(tiers=[{"type": "shelf", "color": "blue", "capacity": "1MiB"}]), keys_of("a", 3)
     assert engine.hierarchy.levels[1].name == "blue shelf"
-    engine.until(lambda: engine.hierarchy.levels[1].open)
+    engine.until(lambda: engine.hierarchy.levels[1].serves)
     engine.store(keys)
     engine.until(lambda: engine.at_rest() and engine.statistics(1).n_chunks == 3)
     engine.hierarchy.reset((0,))

@@ -321,7 +321,7 @@ def test_two_tiers_of_ours_in_one_engine(tmp_path):
     with own_spec(fs(tmp_path / "0"), fs(tmp_path / "1", eviction_policy="mq")) as engine:
         first, second = engine.manager.secondary_tiers
         engine.until(lambda: all(tier.hierarchy.levels[1].plan.writable() for tier in (first, second)))
-        engine.until(lambda: all(tier.hierarchy.levels[1].open for tier in (first, second)))
+        engine.until(lambda: all(tier.hierarchy.levels[1].serves for tier in (first, second)))
         engine.serve(keys)
         assert [len(tier.hierarchy.levels[1].ledger) for tier in (first, second)] == [3, 3]
         assert (first._label, second._label) == ("1:TierKVSecondaryTier", "2:TierKVSecondaryTier")

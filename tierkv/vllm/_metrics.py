@@ -176,7 +176,7 @@ class Metrics:
         for state, nbytes in states:
             stats.set_gauge(LEVEL_BYTES, nbytes, (label, state))
         stats.set_gauge(CAPACITY, ledger.capacity_nbytes, (label,))
-        stats.set_gauge(BROKEN, int(not level.open), (label,))
+        stats.set_gauge(BROKEN, int(not level.serves), (label,))
 
     def _count(self, stats: Any, name: str, total: int, labels: tuple[str, ...] = ()) -> None:
         known = self._told[(name, *labels)]

@@ -74,7 +74,7 @@ class Batches:
         return self._shares(range(len(items)), self._slot_nbytes, n_workers)
 
     def _shares(self, items: Sequence[int], slot_nbytes: int, n_workers: int) -> Runs:
-        """In runs of about one length, as many as give each worker as much to do."""
+        """Cut into runs of about one length, as many for each worker."""
         n_runs = -(-len(items) // self._slab_io.run_length(slot_nbytes))
         n_runs = min(len(items), -(-n_runs // n_workers) * n_workers)
         ends = [len(items) * n // n_runs for n in range(n_runs + 1)]

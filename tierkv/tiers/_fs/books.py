@@ -37,7 +37,10 @@ class Held(NamedTuple):
 
 
 class Leaver(NamedTuple):
-    """A file of ours that nobody alive can read (another namespace or format): the first to go for room."""
+    """A file of ours that nobody alive can read (another namespace or format): the first to go for room.
+
+    They sort by age.
+    """
 
     mtime_ns: int
     namespace: str

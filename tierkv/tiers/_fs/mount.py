@@ -322,7 +322,7 @@ class Mount:
             raise
 
     def _open_namespace(self) -> int:
-        """And see how new chunks will lie in it."""
+        """Open our namespace's directory and decide how new chunks will lie in it."""
         namespace_fd = make_directory(self._digest.hex(), self._root_fd)
         layout = self._wishes.layout
         why_not = None if layout == "files" else self._why_no_slab(namespace_fd)

@@ -92,9 +92,9 @@ class OwnPages:
             self._say(self.speaker, self.id, limit_nbytes)
 
     def say_last(self, kept: set[str]) -> str | None:
-        """Claim what we leave behind, in the page of an id that is kept, or if none has one, of another that must be.
+        """Claim what we leave behind in the page of an id that is kept, or else of another, which must be kept then.
 
-        Returns it; None if no id of ours has a page.
+        Returns that id; None if no id of ours has a page.
         """
         speaker = next((owner for owner in (self.id, *self._fds) if owner in kept & self._written), self.speaker)
         if speaker is not None:

@@ -55,6 +55,7 @@ class Ownership:
         self.capacity_nbytes = 0
         """The root's: the least of the living owners'."""
         self._next_id: str | None = None
+        """An adopted id, for new files once its own have been listed."""
         self.new_id: str | None = None
         """The id that we made up because no dead owner left one."""
         self.reserved_of: dict[str, int] = {}
@@ -250,6 +251,7 @@ class Ownership:
         self._trust.clear()
 
     def _likeness(self, other: Other) -> tuple[bool, int, str]:
+        """Least for whom we would rather take: one of our namespace, then the one that has most."""
         used = 0 if other.page is None else other.page.used_nbytes
         return (other.namespace != self._namespace, -used, other.owner)
 
@@ -274,8 +276,8 @@ class Ownership:
     def _adopt(self, others: Iterable[Other]) -> list[str]:
         """Take ids of owners that have been dead for long, unless somebody alive can read their files and we cannot.
 
-        All that one process held, or nothing of it: what is left behind would be covered by no page, and be written
-        over the capacity by whoever lives. A process that began with an id of its own making and has written nothing
+        All that one process held, or nothing of it: what was left behind would be covered by no page, and whoever
+        lives would write beyond the capacity. A process that began with an id of its own making and has written nothing
         takes one at once, to go on with.
         """
         others = list(others)

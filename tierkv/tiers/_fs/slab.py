@@ -315,7 +315,7 @@ class Slab:
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def read(self, slot: int, parts: Sequence[memoryview], skip_nbytes: int = 0) -> bool:
-        """Fill ``parts`` from the slot, or a place in it, on; False if the file ends before. Raises OSError."""
+        """Fill ``parts`` from ``skip_nbytes`` behind the slot's begin. False: the file ends before. Raises OSError."""
         total = sum(map(len, parts))
         offset = slot * self.slot_nbytes + skip_nbytes
         if self._direct is not self._buffered:
@@ -332,7 +332,7 @@ class Slab:
         return os.fstat(self._buffered.fd).st_size >= (slot + 1) * self.slot_nbytes
 
     def write(self, slot: int, parts: Sequence[memoryview], skip_nbytes: int = 0) -> None:
-        """Write ``parts`` from a taken slot, or a place in it, on. Raises OSError. What it holds has no row yet."""
+        """Write ``parts`` into a taken slot without a row, ``skip_nbytes`` behind its begin. Raises OSError."""
         offset = slot * self.slot_nbytes + skip_nbytes
         if not self._write_direct(offset, parts):
             n = os.pwritev(self._buffered.fd, parts, offset)

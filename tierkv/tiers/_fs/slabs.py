@@ -115,9 +115,9 @@ class Slabs:
                 _log.warning("slab of owner %s: its catalogue stays as large as it is: %s", slab.owner, str(error))
 
     def load(self, owner: str, stopped: Callable[[], bool]) -> Iterator[tuple[Slab, list[Row]]]:
-        """What lies in an owner's slabs, in pieces. What it occupies besides is charged, or ``besides_nbytes``, then.
+        """What lies in an owner's slabs, in pieces. Raises OSError: try again.
 
-        Raises OSError: try again.
+        Then what they occupy besides is charged, if the owner's id is ours; else ``besides_nbytes`` tells of it.
         """
         for its_owner, slot_nbytes in sorted(self._files.listed()):
             if its_owner != owner:
