@@ -48,6 +48,8 @@ _NO_ROW: Final = bytes(ROW_NBYTES)
 _BOOT_NBYTES: Final = 36
 _STAMP = struct.Struct(f"<QQQq{_BOOT_NBYTES}s")  # device, inode, length, when it changed last, run of the machine
 STAMP_NBYTES: Final[int] = _STAMP.size
+_FRESH_S: Final = 0.2
+"""More than the step in which a row tells time."""
 _TICK_S: Final = 0.02
 """More than the step in which a file system tells time."""
 _make_row = tuple.__new__  # half the cost of Row(...)
@@ -85,6 +87,11 @@ class Row(NamedTuple):
     used_s: float
     """When it was written, or lately read; Unix seconds, to a tenth."""
     key: ChunkKey
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the same key, written into the same slot now, could get the same row."""
+        return time.time() - self.used_s < _FRESH_S
 
 
 def slab_name(owner: str, slot_nbytes: int, kind: str) -> str:

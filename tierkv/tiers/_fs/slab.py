@@ -324,7 +324,7 @@ class Slab:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-            self._count_buffered()
+            self._count_buffered(offset)
         return os.preadv(self._buffered.fd, parts, offset) == total
 
     def covers(self, slot: int) -> bool:
@@ -360,12 +360,13 @@ class Slab:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._count_buffered()
+            self._count_buffered(offset)
             return False
         return n == sum(map(len, parts))
 
-    def _count_buffered(self) -> None:
-        if self._tally.add("buffered") == 1:
+    def _count_buffered(self, offset: int) -> None:
+        # Of a long chunk's pieces the one with its header counts.
+        if offset % self.slot_nbytes == 0 and self._tally.add("buffered") == 1:
             _log.warning("memory that is not aligned to 4096 bytes: its chunks go through the page cache")
 
     def _holds(self, slot: int, key: ChunkKey) -> bool:
@@ -395,5 +396,5 @@ class Berth(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """Tells it from what may lie in the same slot later."""
+        """Tells it from what may lie in the same slot later; a row that is fresh does so only for other keys."""
         return (self.row.slot, int(self.row.used_s * 10))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tierkv.tiers._fs.books import Held
 from tierkv.tiers._fs.file_io import ChunkFiles, CorruptFileError, Identity, damage, identity_of
@@ -16,6 +16,9 @@ from tierkv.tiers._fs.slab import Berth
 from tierkv.tiers._fs.slab_io import SlabIO
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.types import ChunkKey
+
+_MOST_TRIES: Final = 4
+"""A slot would have to change hands twice in a tenth of a second, that often."""
 
 
 class Seen(NamedTuple):
@@ -85,14 +88,20 @@ class Store:
         self, berth: Berth, key: ChunkKey, known: tuple[str, Held | None], buffer: memoryview, scratch: Scratch, *,
         touch: bool,
     ) -> None:  # fmt: skip
-        try:
-            self._slab_io.read(berth, key, buffer, scratch)
-        except CorruptFileError:
-            # Its owner may have removed it and used the slot again while we read.
-            again = self._slabs.find(key, *known)
-            if again is None or again.identity != berth.identity:
-                raise FileNotFoundError from None
-            raise
+        for n_left in reversed(range(_MOST_TRIES)):
+            is_fresh = berth.row.is_fresh
+            try:
+                self._slab_io.read(berth, key, buffer, scratch)
+                break
+            except CorruptFileError:
+                # Its owner may have removed it and used the slot again while we read.
+                again = self._slabs.find(key, *known)
+                if again is None or again.identity != berth.identity:
+                    raise FileNotFoundError from None
+                # Or even for another chunk and then for this one, of which no row as fresh as this could tell.
+                if not is_fresh or not n_left:
+                    raise
+                berth = again
         if touch:
             with contextlib.suppress(OSError):  # a file system that turned read-only still serves
                 berth.slab.renew(berth.row.slot, key, time.time())
