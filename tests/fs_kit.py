@@ -250,7 +250,7 @@ def set_time(root: Path | str, key: ChunkKey, tier: FSTier, when_s: float, names
         os.utime(path_of(root, key, tier, namespace), (when_s, when_s))
         return
     held = _mount(tier).books.get(key)
-    slab = _mount(tier)._slabs.at(_mount(tier)._ownership.ids[held.slot], held.nbytes)
+    slab = _mount(tier)._slabs.at(_mount(tier)._ownership.ids[held.number], held.nbytes)
     slab.catalogue.put_at(slab._places[held.at], key, held.at, when_s)
 
 
@@ -305,7 +305,7 @@ def path_of(root: Path | str, key: ChunkKey, tier: FSTier, namespace: bytes = NA
     """Of the chunk's file; in a slab what comes closest."""
     if is_slab():
         held = _mount(tier).books.get(key)
-        owner = _mount(tier)._ownership.ids[held.slot]
+        owner = _mount(tier)._ownership.ids[held.number]
         folder = Path(root, namespace_digest(namespace).hex())
         return SlotPath(folder / slab_name(owner, held.nbytes, SLAB), held.at, held.nbytes)
     return Path(root, namespace_digest(namespace).hex(), leaf_of(key), file_name(key, _mount(tier)._ownership.id))

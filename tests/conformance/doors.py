@@ -140,7 +140,7 @@ class SlabDoor:
 
     def _berth(self, key: ChunkKey) -> Any:
         held = self._mount.books.get(key)
-        for owner in self._mount._ownership.held_ids() if held is None else [self._mount._ownership.ids[held.slot]]:
+        for owner in self._mount._ownership.held_ids() if held is None else [self._mount._ownership.ids[held.number]]:
             berth = self._mount._slabs.find(key, owner, held)
             if berth is not None:
                 return berth

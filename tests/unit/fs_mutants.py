@@ -293,7 +293,7 @@ MUTANTS = [
     Mutant(
         "old file of an adopted chunk kept",
         "_fs/ops.py",
-        "        elsewhere = (old.slot, old.at) != now_at\n",
+        "        elsewhere = (old.number, old.at) != now_at\n",
         "        elsewhere = False\n",
         "unit/test_fs_sharing.py",
     ),
@@ -328,8 +328,8 @@ MUTANTS = [
     Mutant(
         "what was found meanwhile enters again with its index",
         "_fs/unchanged.py",
-        "in zip(items, ids, strict=True) if item.key not in books]",
-        "in zip(items, ids, strict=True)]",
+        "in zip(items, its_numbers, strict=True) if item.key not in books]",
+        "in zip(items, its_numbers, strict=True)]",
         "unit/test_fs_unchanged.py",
     ),
     Mutant(

@@ -106,8 +106,8 @@ class Batches:
         """One call for slots side by side. Returns the chunks that must be read each by itself."""
         keys = [items[i][0] for i in run]
         places = [self._books.place(key) for key in keys]
-        slot, nbytes, first, _ = self._books.at(places[0])
-        slab = self._slabs.at(self._ownership.ids[slot], nbytes)
+        number, nbytes, first, _ = self._books.at(places[0])
+        slab = self._slabs.at(self._ownership.ids[number], nbytes)
         if slab is None or first is None or places != list(range(places[0], places[0] + len(run))):
             return run  # removed or written anew since the batch was planned
         buffers = [as_bytes(items[i][1]) for i in run]

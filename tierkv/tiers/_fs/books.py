@@ -10,25 +10,26 @@ from typing import Final, NamedTuple
 from tierkv.tiers._fs.format import PAGE_NBYTES
 from tierkv.types import ChunkKey
 
-_SLOT_BITS: Final = 12
-MAX_IDS: Final = 1 << _SLOT_BITS
+_NUMBER_BITS: Final = 12
+MAX_IDS: Final = 1 << _NUMBER_BITS
 """Owner ids that one process can hold: its own and those of dead owners."""
-_SLOT_MASK: Final = MAX_IDS - 1
+_NUMBER_MASK: Final = MAX_IDS - 1
 _PAGES_BITS: Final = 32
 _PAGES_MASK: Final = (1 << _PAGES_BITS) - 1
-_SERIAL_BIT: Final = _SLOT_BITS + _PAGES_BITS
+_SERIAL_BIT: Final = _NUMBER_BITS + _PAGES_BITS
 _SERIAL_BITS: Final = 16
 _SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
 _AT_BIT: Final = _SERIAL_BIT + _SERIAL_BITS
 _KIND_MASK: Final = (1 << _SERIAL_BIT) - 1
 _PLACE_BITS: Final = 34
-"""A slot's number has 32 bits, and no number follows that of the last one."""
+"""A slot is told by 32 bits, and no place follows that of the last one."""
 
 
 class Held(NamedTuple):
     """One chunk of ours: which of our owner ids it carries, what it occupies, and where."""
 
-    slot: int
+    number: int
+    """Of the owner id; see ``Ownership.ids``."""
     nbytes: int
     at: int | None = None
     """Slot of the owner's slab whose slots have ``nbytes``; None for a file of its own."""
@@ -110,7 +111,7 @@ class Books:
             return None
         at = (packed >> _AT_BIT) - 1
         serial = packed >> _SERIAL_BIT & _SERIAL_MASK
-        return Held(packed & _SLOT_MASK, _pages(packed) * PAGE_NBYTES, None if at < 0 else at, serial)
+        return Held(packed & _NUMBER_MASK, _pages(packed) * PAGE_NBYTES, None if at < 0 else at, serial)
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._records
@@ -125,17 +126,17 @@ class Books:
     def at(place: int) -> Held:
         """What ``place`` means, without the serial."""
         kind = place >> _PLACE_BITS
-        return Held(kind & _SLOT_MASK, _pages(kind) * PAGE_NBYTES, (place & (1 << _PLACE_BITS) - 1) - 1)
+        return Held(kind & _NUMBER_MASK, _pages(kind) * PAGE_NBYTES, (place & (1 << _PLACE_BITS) - 1) - 1)
 
     def keys(self) -> list[ChunkKey]:
         """A copy, oldest entry first."""
         with self.lock:
             return list(self._records)
 
-    def slots(self) -> set[int]:
-        """Indices of the owner ids that some file carries."""
+    def numbers(self) -> set[int]:
+        """Of the owner ids that some chunk carries."""
         with self.lock:
-            return {packed & _SLOT_MASK for packed in self._records.values()}
+            return {packed & _NUMBER_MASK for packed in self._records.values()}
 
     def start_write(self, nbytes: int) -> bool:
         """Charge a file before it is created; False (and nothing charged) if it does not fit."""
@@ -183,31 +184,31 @@ class Books:
         with self.lock:
             self._writing_nbytes -= nbytes
 
-    def end_write(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None) -> Held | None:
+    def end_write(self, key: ChunkKey, number: int, owner: str, nbytes: int, at: int | None = None) -> Held | None:
         """The chunk is whole. Returns the key's earlier copy, charged on until ``abort_write`` of its bytes."""
         with self.lock:
             self._note(key)
             replaced = self._drop(key)
             self._writing_nbytes += (0 if replaced is None else replaced.nbytes) - nbytes
-            self._add(key, slot, nbytes, at)
+            self._add(key, number, nbytes, at)
             self._gone.discard((key, owner))
             return replaced
 
     def end_writes(
-        self, keys: Sequence[ChunkKey], slot: int, owner: str, nbytes: int, at: Iterable[int]
+        self, keys: Sequence[ChunkKey], number: int, owner: str, nbytes: int, at: Iterable[int]
     ) -> list[Held | None]:
         """As ``end_write`` for each key, in slots of ``nbytes``."""
         with self.lock:
             replaced = [self._drop(key) for key in keys]
             for key, its_at in zip(keys, at, strict=True):
                 self._note(key)
-                self._add(key, slot, nbytes, its_at)
+                self._add(key, number, nbytes, its_at)
                 self._gone.discard((key, owner))
             self._writing_nbytes += sum(old.nbytes for old in replaced if old is not None) - len(keys) * nbytes
             return replaced
 
     def add(
-        self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None = None, *, seen: int
+        self, key: ChunkKey, number: int, owner: str, nbytes: int, at: int | None = None, *, seen: int
     ) -> Held | None:
         """Count a file that was found. Returns what the key is held as now: an earlier file stays in charge.
 
@@ -218,15 +219,15 @@ class Books:
             if seen != self.n_forgotten and key not in self._records:
                 return None
             self._note(key)
-            return self._found(key, slot, owner, nbytes, at)
+            return self._found(key, number, owner, nbytes, at)
 
     def add_all(self, files: Iterable[tuple[ChunkKey, int, str, int, int | None]]) -> list[bool]:
-        """As ``add`` for many (key, slot, owner, nbytes, at): whether each is counted now."""
+        """As ``add`` for many (key, number, owner, nbytes, at): whether each is counted now."""
         with self.lock:
             return [self._found(*file) is not None for file in files]
 
     def add_fresh(
-        self, keys: Sequence[ChunkKey], slots: Sequence[int], pages: Sequence[int], ats: Sequence[int | None]
+        self, keys: Sequence[ChunkKey], numbers: Sequence[int], pages: Sequence[int], ats: Sequence[int | None]
     ) -> bool:
         """Count chunks that were found, all at once; False, and none counted, if there is anything to say about one."""
         with self.lock:
@@ -234,7 +235,7 @@ class Books:
             if len(new) != len(keys) or not new.isdisjoint(self._moved) or not self._records.keys().isdisjoint(new):
                 return False
             self._n_added += 1  # one serial for all: it tells a record from an earlier one of the same key
-            places = list(zip(slots, pages, strict=True))
+            places = list(zip(numbers, pages, strict=True))
             packed = {place: self._packed(place[0], place[1] * PAGE_NBYTES, None) for place in set(places)}
             values: Iterable[int] = map(packed.__getitem__, places)  # the same integer for all that lie in files
             if ats.count(None) < len(ats):
@@ -315,22 +316,22 @@ class Books:
             if gone_from is not None:
                 self._gone.add((key, gone_from))
 
-    def _found(self, key: ChunkKey, slot: int, owner: str, nbytes: int, at: int | None) -> Held | None:
+    def _found(self, key: ChunkKey, number: int, owner: str, nbytes: int, at: int | None) -> Held | None:
         if self._gone and (key, owner) in self._gone:
             return None
         if key not in self._records:
-            self._add(key, slot, nbytes, at)
+            self._add(key, number, nbytes, at)
         return self.get(key)
 
-    def _add(self, key: ChunkKey, slot: int, nbytes: int, at: int | None) -> None:
+    def _add(self, key: ChunkKey, number: int, nbytes: int, at: int | None) -> None:
         self._n_added += 1
-        self._records[key] = self._packed(slot, nbytes, at)
+        self._records[key] = self._packed(number, nbytes, at)
         self._files_nbytes += nbytes
 
-    def _packed(self, slot: int, nbytes: int, at: int | None) -> int:
+    def _packed(self, number: int, nbytes: int, at: int | None) -> int:
         place = 0 if at is None else at + 1
         serial = self._n_added & _SERIAL_MASK
-        return place << _AT_BIT | serial << _SERIAL_BIT | nbytes // PAGE_NBYTES << _SLOT_BITS | slot
+        return place << _AT_BIT | serial << _SERIAL_BIT | nbytes // PAGE_NBYTES << _NUMBER_BITS | number
 
     def _drop(self, key: ChunkKey) -> Held | None:
         held = self.get(key)
@@ -341,4 +342,4 @@ class Books:
 
 
 def _pages(packed: int) -> int:
-    return packed >> _SLOT_BITS & _PAGES_MASK
+    return packed >> _NUMBER_BITS & _PAGES_MASK

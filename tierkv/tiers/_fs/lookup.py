@@ -60,7 +60,7 @@ class Lookups:
         """Owner ids under which a file of this key may lie, likeliest first."""
         held = self._books.get(key)
         if held is not None:
-            return [self._ownership.ids[held.slot]]
+            return [self._ownership.ids[held.number]]
         return [*(self._ownership.held_ids() if self._books.is_scanning else ()), *self._ownership.foreign_ids]
 
     def found(self, key: ChunkKey) -> None:
@@ -96,17 +96,17 @@ class Lookups:
         """``held`` and ``seen`` are what the books said before: whatever is looked at may be removed meanwhile."""
         for owner in self.owners_of(key):
             found = self._store.look(key, owner, held)
-            slot = self._ownership.slot_of(owner)
+            number = self._ownership.number_of(owner)
             if found is None:
                 self.forget(key, owner, held, "vanished")
             elif found.damage is not None:
                 self._remove_damaged(key, owner, held, found, found.damage)
-            elif slot is None:
+            elif number is None:
                 if self._shunned.get((key, owner)) != found.identity:
                     return Found(key, found.nbytes, owned=False)
             else:
                 if held is None:
-                    now = self._books.add(key, slot, owner, found.nbytes, found.at, seen=seen)
+                    now = self._books.add(key, number, owner, found.nbytes, found.at, seen=seen)
                 else:
                     # Entered anew it would be a record of what was removed since it was looked at.
                     now = self._books.get(key)
@@ -119,7 +119,7 @@ class Lookups:
 
     def _remove_damaged(self, key: ChunkKey, owner: str, held: Held | None, found: Seen, why: str) -> None:
         """What was found is no chunk. If it is ours it goes, from the books as well, unless another is there by now."""
-        if self._ownership.slot_of(owner) is None:
+        if self._ownership.number_of(owner) is None:
             return
         try:
             if not self._store.remove(key, owner, held, identity=found.identity):

@@ -211,9 +211,9 @@ class Mount:
             held = books.get(key)
             if held is not None:
                 chunk = ordered.get(key) or Chunk(ChunkKey(key))
-                slab = None if held.at is None else slabs.get((ids[held.slot], held.nbytes))
+                slab = None if held.at is None else slabs.get((ids[held.number], held.nbytes))
                 row = 0 if slab is None or held.at is None else slab.row_in(held.at)
-                entries.append(IndexEntry(ids[held.slot], held.nbytes, chunk, held.at, row))
+                entries.append(IndexEntry(ids[held.number], held.nbytes, chunk, held.at, row))
         stamps = {which: at for which, slab in slabs.items() if (at := slab.catalogue.stamp_at_rest()) is not None}
         data = pack_index(covers, leaf_times_ns(self._namespace_fd), stamps, entries, self._digest)
         more_nbytes = padded_nbytes(len(data)) - self._index_room_nbytes
@@ -375,7 +375,7 @@ class Mount:
         books = self.books
         if books.is_scanning or len(self._leftovers):
             return lambda _owner: True
-        owners = {self._ownership.ids[slot] for slot in books.slots()} | {leaver.owner for leaver in books.leavers}
+        owners = {self._ownership.ids[n] for n in books.numbers()} | {leaver.owner for leaver in books.leavers}
         return owners.__contains__
 
 

@@ -98,7 +98,7 @@ class Operations:
 
     def _read(self, key: ChunkKey, held: Held | None, buffer: memoryview, scratch: Scratch) -> Outcome:
         for owner in self._lookups.owners_of(key):
-            ours = self._ownership.slot_of(owner) is not None
+            ours = self._ownership.number_of(owner) is not None
             try:
                 self._store.read(key, owner, held, as_bytes(buffer), scratch, touch=ours)
             except FileNotFoundError:
@@ -159,34 +159,34 @@ class Operations:
 
     def _written(self, key: ChunkKey, owner: str, charge: int) -> Outcome:
         """The chunk's file is whole and can be found: count it, and put an earlier copy away that lies elsewhere."""
-        slot = self._ownership.slot_of(owner)
-        assert slot is not None
-        old = self._books.end_write(key, slot, owner, charge)
+        number = self._ownership.number_of(owner)
+        assert number is not None
+        old = self._books.end_write(key, number, owner, charge)
         if old is not None:
-            self._replaced(key, old, (slot, None))
+            self._replaced(key, old, (number, None))
         self._n_denied = 0
         self._lookups.found(key)
         return Outcome(key, Status.OK)
 
     def all_written(self, keys: Sequence[ChunkKey], slab: Slab, slots: Sequence[int]) -> list[Outcome]:
         """As ``_written``, of chunks in slots side by side."""
-        slot = self._ownership.slot_of(slab.owner)
-        assert slot is not None
+        number = self._ownership.number_of(slab.owner)
+        assert number is not None
         for old, key, at in zip(
-            self._books.end_writes(keys, slot, slab.owner, slab.slot_nbytes, slots), keys, slots, strict=True
+            self._books.end_writes(keys, number, slab.owner, slab.slot_nbytes, slots), keys, slots, strict=True
         ):
             if old is not None:
-                self._replaced(key, old, (slot, at))
+                self._replaced(key, old, (number, at))
             self._lookups.found(key)
         self._n_denied = 0
         return [Outcome(key, Status.OK) for key in keys]
 
     def _replaced(self, key: ChunkKey, old: Held, now_at: tuple[int, int | None]) -> None:
         """An earlier copy goes, if it lies elsewhere."""
-        elsewhere = (old.slot, old.at) != now_at
-        if elsewhere and self._try_to_remove(key, self._ownership.ids[old.slot], old, None) is None:
+        elsewhere = (old.number, old.at) != now_at
+        if elsewhere and self._try_to_remove(key, self._ownership.ids[old.number], old, None) is None:
             self._books.add_fixed(old.nbytes)  # it stays, so it counts, though nobody may use it
-            self._stale.append((key, self._ownership.ids[old.slot], old))
+            self._stale.append((key, self._ownership.ids[old.number], old))
         self._books.abort_write(old.nbytes)
 
     def retry(self) -> None:
@@ -242,7 +242,7 @@ class Operations:
 
     def _delete(self, key: ChunkKey, errors: dict[ChunkKey, OSError]) -> None:
         for owner in self._lookups.owners_of(key):
-            if self._ownership.slot_of(owner) is None:
+            if self._ownership.number_of(owner) is None:
                 continue  # another owner's: we forget it, that owner keeps it
             held = self._books.get(key)
             if held is None and not self._books.claim(key, owner):
@@ -262,7 +262,7 @@ class Operations:
                 self._tally.add("deleted")
 
     def _corrupt(self, key: ChunkKey, owner: str, held: Held | None, error: CorruptFileError) -> Outcome:
-        if self._ownership.slot_of(owner) is None:
+        if self._ownership.number_of(owner) is None:
             self._lookups.shun(key, owner, error.identity)
         else:
             removed = self._try_to_remove(key, owner, held, error.identity)

@@ -37,7 +37,7 @@ ADOPT_AFTER_S: Final = 60.0
 class Ownership:
     """What this process owns on a root: the ids that it holds, and its part of the capacity.
 
-    An id that was taken keeps its slot, a small number, for life; ``ids[slot]`` is the id.
+    An id that was taken keeps its number, from 0 on, for life; ``ids[number]`` is the id.
 
     Args:
         spare_nbytes: what the file system can still give us; negative if it should get some back.
@@ -70,7 +70,7 @@ class Ownership:
         self._others_reserved_nbytes = 0
         self._living_reserved_nbytes = 0
         self._others_capacity_nbytes: int | None = None
-        self._slots: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
         self._trust: dict[str, Other] = {}
         self._dead_since: dict[str, float] = {}
 
@@ -104,12 +104,12 @@ class Ownership:
         """An equal part of the root's capacity, which is the most that each living owner may hold."""
         return self.capacity_nbytes // self.n_owners
 
-    def slot_of(self, owner: str) -> int | None:
-        """Small number of an id that this process holds."""
-        return self._slots.get(owner)
+    def number_of(self, owner: str) -> int | None:
+        """Of an id that this process holds; None of another one."""
+        return self._numbers.get(owner)
 
     def held_ids(self) -> list[str]:
-        return list(self._slots)
+        return list(self._numbers)
 
     def trusted_ids(self) -> list[str]:
         """Dead owners' ids that we keep locked while the first scan counts and trims their files."""
@@ -149,7 +149,7 @@ class Ownership:
             finally:
                 self._close_untaken(others)
             self._mark_trust()
-            self._see([o for o in others if o.owner not in self._slots])
+            self._see([o for o in others if o.owner not in self._numbers])
             self._publish()
 
     def hand_back(self, nbytes_of: Mapping[str, int]) -> None:
@@ -179,12 +179,12 @@ class Ownership:
         """Look at the others, adopt the dead, take or give back capacity, and publish. Returns the newly held ids."""
         with self._locks.root_locked():
             self._make_lost_locks_anew()
-            others = self._locks.others(ours={*self._slots, *self._trust})
+            others = self._locks.others(ours={*self._numbers, *self._trust})
             try:
                 new = self._adopt(others)
             finally:
                 self._close_untaken(others)
-            self._see([*(o for o in others if o.owner not in self._slots), *self._trust.values()])
+            self._see([*(o for o in others if o.owner not in self._numbers), *self._trust.values()])
             self._publish()
             return new
 
@@ -227,14 +227,14 @@ class Ownership:
     def leave(self, keep: Callable[[str], bool]) -> None:
         """Unlock every id; those that ``keep`` refuses lose their lock file. Never raises."""
         try:
-            if not self._slots:
+            if not self._numbers:
                 return
             with self._locks.root_locked():
                 kept = set(filter(keep, self.held_ids()))
                 # Before any page goes: until then the one that stays may say nothing of what we hold.
                 speaker = self._pages.say_last(kept) if kept else self._pages.speaker
                 kept |= {speaker} if kept and speaker is not None else set()
-                for owner in sorted(self._slots.keys() - kept, key=speaker.__eq__):
+                for owner in sorted(self._numbers.keys() - kept, key=speaker.__eq__):
                     self._locks.remove(owner)
         except (OSError, TierError) as error:
             _log.warning("%s: leaving the root without a last word to its other owners: %s", self._name, error)
@@ -316,10 +316,10 @@ class Ownership:
     def _hold(self, owner: str, namespace: str, fd: int) -> None:
         self._pages.add(owner, namespace, fd)
         self.ids.append(owner)
-        self._slots[owner] = len(self.ids) - 1
+        self._numbers[owner] = len(self.ids) - 1
 
     def _let_go(self, owner: str) -> None:
-        del self._slots[owner]
+        del self._numbers[owner]
         self._pages.drop(owner)
 
     def _mark_trust(self) -> None:
@@ -333,7 +333,7 @@ class Ownership:
         left = list(left)
         living = [o for o in left if o.fd is None]
         self.foreign_ids = tuple(o.owner for o in left)
-        self.n_owners = 1 + len({o.holder for o in living} - set(self._slots))
+        self.n_owners = 1 + len({o.holder for o in living} - set(self._numbers))
         self._others_reserved_nbytes = sum(o.reserved_nbytes for o in left)
         self._living_reserved_nbytes = sum(o.reserved_nbytes for o in living)
         self._others_capacity_nbytes = min(

@@ -191,7 +191,7 @@ class Scanner:
 
         None, and nothing is counted, if not all of it is ours, lies where the index says and may stay.
         """
-        held = [slot for owner in index.covers if (slot := self._ownership.slot_of(owner)) is not None]
+        held = [number for owner in index.covers if (number := self._ownership.number_of(owner)) is not None]
         slabs = self._slabs.open_ones(owners)
         if len(held) < len(index.covers) or slabs is None:
             return None
@@ -274,14 +274,14 @@ class Scanner:
             return listed
         fresh = []
         for item in listed:
-            slot = self._ownership.slot_of(item.owner)
-            if slot is None or item.key not in known:
+            number = self._ownership.number_of(item.owner)
+            if number is None or item.key not in known:
                 fresh.append(item)
                 continue
             held = self._books.get(item.key)
             if held is None and not self._books.is_gone(item.key, item.owner):
                 fresh.append(item)  # what was removed is another owner's copy
-            elif held is not None and (held.slot, held.at) != (slot, item.at):
+            elif held is not None and (held.number, held.at) != (number, item.at):
                 self._remove(item)
         return fresh
 
@@ -350,11 +350,11 @@ class Scanner:
         for leaver in leavers:
             books.add_leaver(leaver)
         self._tally.add("unreadable", len(leavers))
-        slots = {owner: self._ownership.slot_of(owner) for owner in {item.owner for item in listed}}
+        numbers = {owner: self._ownership.number_of(owner) for owner in {item.owner for item in listed}}
         staying: list[Listed] = []
         for at in range(0, len(listed), BATCH):
             batch = listed[at : at + BATCH]
-            added = books.add_all((i.key, cast("int", slots[i.owner]), i.owner, i.nbytes, i.at) for i in batch)
+            added = books.add_all((i.key, cast("int", numbers[i.owner]), i.owner, i.nbytes, i.at) for i in batch)
             staying += (item for item, is_there in zip(batch, added, strict=True) if is_there)
         self._feed.put(staying)
 
@@ -384,7 +384,7 @@ class Scanner:
 
     def _remove(self, item: Listed) -> None:
         try:
-            held = Held(0, item.nbytes, item.at)  # the slot is the owner's, and that is told beside it
+            held = Held(0, item.nbytes, item.at)  # the number is of the owner, who is told beside it
             self._store.remove(item.key, item.owner, held, keep_slot=False)
         except OSError as error:
             _log.warning("%s: cannot remove a chunk file to make room: %s", self._name, error)
@@ -394,7 +394,7 @@ class Scanner:
     def _release_empty(self, owners: Sequence[str], listed: Sequence[Listed], leavers: Sequence[Leaver]) -> None:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
         idle = [owner for owner in owners if owner not in used and owner not in self._ownership.own_ids]
-        counted = {self._ownership.ids[slot] for slot in self._books.slots()} if idle else set()
+        counted = {self._ownership.ids[number] for number in self._books.numbers()} if idle else set()
         for owner in idle:
             if owner not in counted and self._slabs.retire(owner):
                 self._ownership.release(owner)

@@ -316,7 +316,7 @@ class Slabs:
         return [slab for owner in self._ownership.held_ids() for slab in list(self._slabs.get(owner, {}).values())]
 
     def _is_held(self, owner: str) -> bool:
-        return self._ownership.slot_of(owner) is not None
+        return self._ownership.number_of(owner) is not None
 
     def _is_written(self, slab: Slab) -> bool:
         return slab.slot_nbytes == self._slot_nbytes and self._is_held(slab.owner)
@@ -372,10 +372,10 @@ class Slabs:
     def _lose(self, slab: Slab) -> None:
         """Somebody removed a slab of ours; what was in it is gone, and what it occupied will be."""
         _log.warning("slab of owner %s: its files were removed", slab.owner)
-        slot = self._ownership.slot_of(slab.owner)
+        number = self._ownership.number_of(slab.owner)
         for key in self._books.keys():  # noqa: SIM118 - a copy of them
             held = self._books.get(key)
-            if held is not None and held.at is not None and (held.slot, held.nbytes) == (slot, slab.slot_nbytes):
+            if held is not None and held.at is not None and (held.number, held.nbytes) == (number, slab.slot_nbytes):
                 self._books.drop(key, slab.owner)
                 self._tally.add("vanished")
         self._files.remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody

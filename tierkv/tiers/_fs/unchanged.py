@@ -134,21 +134,21 @@ class Match(NamedTuple):
     """What all of them occupy."""
 
 
-def enter(match: Match, slots: Sequence[int], books: Books, feed: Feed) -> list[Listed]:
+def enter(match: Match, numbers: Sequence[int], books: Books, feed: Feed) -> list[Listed]:
     """Count and announce all chunks, coldest first. Returns those that somebody else has counted.
 
-    ``slots`` are the small numbers of the ids that the index covers.
+    ``numbers`` are those of the ids that the index covers.
     """
     counted: list[Listed] = []
     for span, ats in match.spans:
-        ids = [slots[i] for i in span.ids]
-        if books.add_fresh(span.keys, ids, span.pages, ats):
+        its_numbers = [numbers[i] for i in span.ids]
+        if books.add_fresh(span.keys, its_numbers, span.pages, ats):
             feed.put_span(match.source, span)
             continue
         # A lookup found one of them, or one was removed: each by itself, but in its place, as order is recency.
         items = [item._replace(at=at) for item, at in zip(listed_in(match.source, span), ats, strict=True)]
         counted += (item for item in items if item.key in books)
-        fresh = [(item, slot) for item, slot in zip(items, ids, strict=True) if item.key not in books]
-        added = books.add_all((item.key, slot, item.owner, item.nbytes, item.at) for item, slot in fresh)
+        fresh = [(item, number) for item, number in zip(items, its_numbers, strict=True) if item.key not in books]
+        added = books.add_all((item.key, number, item.owner, item.nbytes, item.at) for item, number in fresh)
         feed.put([item for (item, _), is_there in zip(fresh, added, strict=True) if is_there])
     return counted
