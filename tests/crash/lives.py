@@ -21,10 +21,11 @@ from typing import Any, Final
 
 from tests.crash.nursery import Diary
 from tests.faults import Faults, Rule
-from tests.fs_kit import LONGEST, NAMESPACE, _mount, payload_of, scanned
+from tests.fs_kit import LONGEST, NAMESPACE, _mount, context, payload_of, scanned, slots
 from tests.patience import PATIENCE_S
 from tierkv import Chunk, ChunkKey, Event, EventKind, Level, MemoryTier, TieredCache
 from tierkv.policies import LRU
+from tierkv.tiers._fs.pieces import LONG_NBYTES, PIECE_NBYTES
 from tierkv.tiers._fs.store import Store
 from tierkv.tiers.fs import FSTier
 
@@ -206,3 +207,37 @@ async def adopting(diary: Diary, *, root: str, **settings: Any) -> None:
         await asyncio.to_thread(mount._scan_lane.wait_idle, PATIENCE_S)
         await life.store(9, 2)
         await life.idle()
+
+
+_LONGEST: Final = LONG_NBYTES + PIECE_NBYTES // 4
+LONG: Final = context(longest=_LONGEST, stride=_LONGEST)
+"""What a tier of long chunks is opened for."""
+
+
+def long_chunk(number: int) -> Chunk:
+    """Of three pieces, the last of which does not end with a page."""
+    return Chunk(ChunkKey(b"long %d" % number), nbytes=LONG.chunk_nbytes - 4096 * number - 5)
+
+
+def long_chunk_of_key(key: bytes) -> Chunk:
+    return long_chunk(int(key.split()[1]))
+
+
+async def writing_long(diary: Diary, *, root: str, capacity: int, counter: int, **settings: Any) -> None:
+    """A long chunk is stored and deleted, another is stored twice; with room for two, the second time where one was."""
+    tier = FSTier(root, capacity=capacity, min_free=0, **settings)
+    diary.say("open", time.monotonic_ns())
+    await tier.open(LONG)
+    await scanned(tier)
+    diary.say("ready", 0, 0)
+    (view,) = slots(1, LONG.stride_nbytes)
+    for number in (0, 1, 1):
+        chunk = long_chunk(number)
+        view[: chunk.nbytes] = content_of(chunk)
+        (outcome,) = await tier.write([(chunk, view)])
+        assert outcome.ok, outcome
+        diary.say("+", time.monotonic_ns(), chunk.key.hex())
+        if not number:
+            diary.say("-", time.monotonic_ns(), chunk.key.hex())
+            await tier.delete([chunk.key])
+    await tier.aclose()

@@ -18,12 +18,23 @@ from typing import Any, Final
 
 import pytest
 
-from tests.crash.harness import CHANGING, Sweep, Tally, counted, litter, report, run, store_in
-from tests.crash.lives import adopting, chunk_at, chunk_of_key, content_of, returning, staying, storing
+from tests.crash.harness import CHANGING, Said, Sweep, Tally, counted, litter, report, run, store_in
+from tests.crash.lives import (
+    LONG,
+    adopting,
+    chunk_at,
+    chunk_of_key,
+    content_of,
+    long_chunk_of_key,
+    returning,
+    staying,
+    storing,
+    writing_long,
+)
 from tests.crash.nursery import Nursery
-from tests.fs_kit import _mount, capacity_for, files_under, opened, read, recount, scanned
+from tests.fs_kit import _mount, capacity_for, files_under, first_batches, opened, read, recount, scanned, slots
 from tierkv.tiers._fs import mount as _fs_mount
-from tierkv.tiers._fs.format import parse_file_name, part_name
+from tierkv.tiers._fs.format import charge_nbytes, parse_file_name, part_name
 from tierkv.types import ChunkKey, Status
 
 pytestmark = pytest.mark.crash
@@ -166,6 +177,64 @@ async def _beside_a_neighbour(
         assert counts["chunk"] == len(held)
         assert recount(root) <= settings["capacity"]
     return said.kept
+
+
+_TORN: Final = {"after": True, "at_most": 200_001}
+
+
+async def _all_long(nursery: Nursery, folder: Path, rule: dict[str, Any], *calls: str, **settings: Any) -> int:
+    """Kills at each of these calls; how many chunks had been acknowledged, and were there afterwards, whole."""
+    n_kept = 0
+    root, log = folder / "a-root", folder / "log"
+    settings["capacity"] = capacity_for(2, charge_nbytes(LONG.chunk_nbytes))
+    for call in itertools.count(1):
+        kills = nursery.faults.add(*calls, kill=True, first=call, count=1, **rule)
+        code, said = run(nursery, writing_long, root, log, **settings)
+        kills.remove()
+        if code:
+            n_kept += len(said.kept)
+            await _as_left_by_long(root, said, settings)
+        shutil.rmtree(root, ignore_errors=True)
+        log.unlink(missing_ok=True)
+        if not code:
+            return n_kept
+    raise AssertionError("it never ends")
+
+
+async def _as_left_by_long(root: Path, said: Said, settings: dict[str, Any]) -> None:
+    """What was acknowledged is there, what is there is whole, nothing else is left, and it fits."""
+    assert not root.exists() or recount(root) <= settings["capacity"]
+    async with opened(root, ctx=LONG, **settings) as tier:
+        found = [item.key for item in await first_batches(tier)]
+        assert said.kept <= {*found}
+        (view,) = slots(1, LONG.stride_nbytes)
+        for key in found:
+            (outcome,) = await tier.read([(key, view)])
+            assert outcome.ok, outcome
+            content = content_of(long_chunk_of_key(key))
+            assert view == content + bytes(len(view) - len(content))
+        counters = tier.counters()
+        assert counters["corrupt"] == counters["failed_scans"] == counters["trimmed"] == 0
+        assert litter(root)["?"] == 0
+        assert recount(root) <= settings["capacity"]
+
+
+async def test_a_kill_within_a_long_chunk(nursery: Nursery, tmp_path: Path, layout: str) -> None:
+    """Each of its pieces is cut in two: no row, no name, before all of them are there."""
+    rule = _TORN | {"path": ".slab" if layout == "slab" else ".part"}
+    assert await _all_long(nursery, tmp_path, rule, "write", layout=layout) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("how", [{}, {"after": True}, _TORN])
+@pytest.mark.parametrize("durability", ["process", "power"])
+async def test_a_kill_at_each_call_of_long_chunks(
+    nursery: Nursery, tmp_path: Path, layout: str, durability: str, how: dict[str, Any]
+) -> None:
+    """The same at every call that changes the disk, in front of it, behind it and within."""
+    rule = how | {"path": "/a-root"}
+    assert await _all_long(nursery, tmp_path, rule, *CHANGING, layout=layout, durability=durability) > 0
 
 
 @pytest.mark.nightly

@@ -228,6 +228,7 @@ async def test_a_file_that_goes_between_two_pieces(
             between.off()
             outcome = await reading
         assert outcome.ok is (happens is not cut), outcome
+        assert outcome.status is not Status.FAILED, "what is cut is no fault of the disk"
         assert not (await take(owner, 1)).ok
         assert (await take(owner, 1)).status is MISSING
         await put(owner, 1)
@@ -247,7 +248,7 @@ async def test_buffers_about_as_long_as_the_chunk(root: Path, nbytes: int) -> No
             assert outcome.status is (OK if length >= nbytes else Status.FAILED), outcome
             if outcome.ok:
                 assert target == payload_of(key_of(1), nbytes) + bytes(length - nbytes)
-        assert tier.counters()["corrupt"] == 0
+        assert tier.counters()["corrupt"] == tier.counters()["buffered"] == 0
 
 
 @in_both
@@ -318,3 +319,28 @@ async def test_the_disk_gives_up_at_a_piece(
         assert tier.counters()["corrupt"] == 0
         await put(tier, 1)
         assert (await take(tier, 1)).ok
+
+
+async def test_every_piece_is_safe_before_the_row_is_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``durability: "power"``: all pieces, one sync of the slab, the row, one sync of the catalogue."""
+    calls: list[str] = []
+
+    def traced(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(fd: int, *asked: Any) -> Any:
+            suffix = Path(os.readlink(f"/proc/self/fd/{fd}")).suffix
+            if suffix in (".slab", ".slots"):
+                calls.append(f"{name} {suffix}")
+            return real(fd, *asked)
+
+        monkeypatch.setattr(os, name, call)
+
+    async with opened(root, capacity="64MiB", ctx=CTX, durability="power") as tier:
+        await put(tier, 1)  # which makes the slab
+        for name in ("pwritev", "pwrite", "fdatasync"):
+            traced(name)
+        await put(tier, 2)
+    assert calls[: N_PIECES + 3] == ["pwritev .slab"] * N_PIECES + [
+        "fdatasync .slab", "pwrite .slots", "fdatasync .slots",
+    ]  # fmt: skip

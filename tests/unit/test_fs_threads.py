@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.patience import PATIENCE_S
-from tierkv._threads import Lane
+from tierkv._threads import Lane, _Share
 
 
 @pytest.fixture
@@ -139,14 +139,75 @@ async def test_a_spread_is_planned_on_a_thread_and_once(lane: Lane) -> None:
     assert sorted(taken) == list(range(100))
 
 
+def test_who_comes_while_somebody_plans_waits_for_it() -> None:
+    """And takes from the same items: nobody is left without work because another was not done with the plan."""
+    planning, release = threading.Event(), threading.Event()
+
+    def plan() -> range:
+        planning.set()
+        release.wait(PATIENCE_S)
+        return range(10)
+
+    share = _Share(plan)
+    got: list[Iterator[int]] = []
+    first, second = (threading.Thread(target=lambda: got.append(share.items())) for _ in range(2))
+    first.start()
+    assert planning.wait(PATIENCE_S)
+    second.start()
+    second.join(0.05)  # it ends that soon only if it does not wait
+    release.set()
+    first.join(PATIENCE_S)
+    second.join(PATIENCE_S)
+    assert got[0] is got[1]
+    assert list(got[0]) == list(range(10))
+
+
+async def test_a_worker_that_hangs_keeps_no_other_batch_from_its_plan(lane: Lane) -> None:
+    """Nor does one that hangs in a plan, which none of ours can: threads that are left do whatever comes next."""
+    release = threading.Event()
+
+    def worker(_: Iterator[int]) -> None:
+        release.wait(PATIENCE_S)
+
+    def plan() -> range:
+        release.wait(PATIENCE_S)
+        return range(0)
+
+    hung = [lane.spread(worker, lambda: range(1), 1), lane.spread(worker, plan, 1)]
+    taken: list[int] = []
+    await lane.spread(taken.extend, lambda: range(5), 3)
+    assert taken == list(range(5))
+    assert not any(future.done() for future in hung)
+    release.set()
+    await asyncio.gather(*hung)
+
+
+async def test_a_batch_is_planned_though_nobody_waits_any_more(lane: Lane) -> None:
+    """A call that is cancelled while it is queued is done all the same, and once: its buffers are the caller's then."""
+    release, ended = threading.Event(), threading.Event()
+    blocked = [lane.run(release.wait, PATIENCE_S) for _ in range(3)]
+    taken: list[int] = []
+    future = lane.spread(taken.extend, lambda: range(5), 3)
+    future.cancel()
+    release.set()
+    await asyncio.gather(*blocked)
+    lane.post(ended.set)
+    assert await asyncio.to_thread(lane.wait_idle, PATIENCE_S)
+    assert ended.is_set()
+    assert taken == list(range(5))
+
+
 async def test_a_plan_that_fails_fails_the_call(lane: Lane) -> None:
     """Once, whichever worker asked first; the others have nothing to do."""
     taken: list[int] = []
+    asked: list[int] = []
 
     def plan() -> range:
+        asked.append(1)
         raise OSError("no plan")
 
     with pytest.raises(OSError, match="no plan"):
         await lane.spread(taken.extend, plan, 3)
     assert taken == []
+    assert asked == [1]
     assert await lane.run(int) == 0
