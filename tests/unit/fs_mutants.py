@@ -663,6 +663,41 @@ MUTANTS = [
         "                self._used",
         "unit/test_fs_slab.py",
     ),
+    Mutant(
+        "the last piece of a long chunk is not summed up",
+        "_fs/pieces.py",
+        "        hasher.update(buffer[at:end])\n",
+        "        if end < nbytes:\n            hasher.update(buffer[at:end])\n",
+        "unit/test_fs_pieces.py",
+    ),
+    Mutant(
+        "slab: a buffer that is too short for a long chunk costs the chunk",
+        "_fs/slab_io.py",
+        "if len(buffer) >= slab.slot_nbytes - HEADER_NBYTES > LONG_NBYTES:",
+        "if slab.slot_nbytes - HEADER_NBYTES > LONG_NBYTES:",
+        "unit/test_attacks_pieces.py",
+    ),
+    Mutant(
+        "slab: a long chunk is never synced",
+        "_fs/slab_io.py",
+        "        if self._durable:\n            slab.sync()\n",
+        "        if self._durable and items[0][0].nbytes <= LONG_NBYTES:\n            slab.sync()\n",
+        "unit/test_attacks_pieces.py",
+    ),
+    Mutant(
+        "slab: a chunk that came back between two pieces is corrupt",
+        "_fs/store.py",
+        "                if not is_fresh or not n_left:\n",
+        "                if True:\n",
+        "unit/test_attacks_pieces.py",
+    ),
+    Mutant(
+        "who comes while a batch is planned finds nothing to do",
+        "../_threads.py",
+        "        with self._lock:\n            if self._items is None:\n",
+        "        if True:\n            if self._items is None:\n",
+        "unit/test_fs_threads.py",
+    ),
 ]
 
 

@@ -7,11 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.fs_kit import chunk_of, fetch, opened, store
 from tests.patience import PATIENCE_S
 from tierkv._threads import Lane, _Share
+from tierkv.tiers._fs.batch import Batches
 
 
 @pytest.fixture
@@ -160,6 +164,40 @@ def test_who_comes_while_somebody_plans_waits_for_it() -> None:
     second.join(PATIENCE_S)
     assert got[0] is got[1]
     assert list(got[0]) == list(range(10))
+
+
+def test_a_plan_is_made_whole_before_anybody_works() -> None:
+    """Two threads cannot run one generator at a time."""
+    made: list[int] = []
+
+    def plan() -> Iterator[int]:
+        for i in range(3):
+            made.append(i)
+            yield i
+
+    assert next(_Share(plan).items()) == 0
+    assert made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("what", ["plan_reads", "plan_writes"])
+async def test_the_tier_plans_a_batch_on_a_thread_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The event loop's has other things to do."""
+    planned: list[int] = []
+    real = getattr(Batches, what)
+
+    def plan(*asked: Any, **more: Any) -> Any:
+        planned.append(threading.get_ident())
+        return real(*asked, **more)
+
+    monkeypatch.setattr(Batches, what, plan)
+    chunks = [chunk_of(i) for i in range(4)]
+    async with opened(tmp_path / "root") as tier:
+        await store(tier, *chunks)
+        await fetch(tier, *chunks)
+    assert len(planned) == 1
+    assert planned[0] != threading.get_ident()
 
 
 async def test_a_worker_that_hangs_keeps_no_other_batch_from_its_plan(lane: Lane) -> None:
