@@ -12,13 +12,14 @@ have; words choose the bugs whose names contain one of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -407,11 +408,7 @@ def everything() -> list[Mutant]:
 
 def killed_by(mutant: Mutant) -> str | None:
     """What died of the bug, in a line; None if nothing did. Exits if the patch does not apply."""
-    with tempfile.TemporaryDirectory(prefix="tierkv-mutant-") as folder:
-        tree = Path(folder)
-        for name in ("tierkv", "tests"):
-            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", tree)
+    with _copy() as tree:
         file = tree / mutant.file
         text = file.read_text()
         if text.count(mutant.old) != 1:
@@ -420,6 +417,22 @@ def killed_by(mutant: Mutant) -> str | None:
         compile(text, mutant.file, "exec")
         file.write_text(text)
         return _hunt(mutant.hunt, tree)
+
+
+def died_without_a_bug(hunt: str) -> str | None:
+    """What a hunt says of the tree as it is: who dies of that finds nothing."""
+    with _copy() as tree:
+        return _hunt(hunt, tree)
+
+
+@contextlib.contextmanager
+def _copy() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tierkv-mutant-") as folder:
+        tree = Path(folder)
+        for name in ("tierkv", "tests"):
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        yield tree
 
 
 def _hunt(hunt: str, tree: Path) -> str | None:
@@ -451,6 +464,9 @@ def main(arguments: Sequence[str]) -> int:
         chosen = [mutant for mutant in everything() if mutant.name in CI]
         assert len(chosen) == len(CI), "each of the twelve is in the list, once"
     survivors = []
+    for hunt in () if asked.list else dict.fromkeys(mutant.hunt for mutant in chosen):
+        if death := died_without_a_bug(hunt):
+            sys.exit(f"without a bug {hunt.splitlines()[0]!r} ends with: {death}")
     for mutant in chosen:
         if asked.list:
             print(f"{mutant.name:58} {mutant.file}")

@@ -1,17 +1,18 @@
-"""The machinery under the hierarchy's verbs: writes wait for room, entries leave, transfers are launched and end.
+"""The machinery under the hierarchy's verbs: transfers end, copies are sent down, writes wait for room.
 
 A part of :class:`~tierkv._hierarchy.Hierarchy`, which is the one to import.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import groupby
 
-from tierkv._breaker import Door
+from tierkv._entry import chunks_of
 from tierkv._ledger import GONE, PENDING, READY, Entry
-from tierkv._level import Flight, LevelBooks, LevelPlan, Waiting, Writes, reason_of
-from tierkv.types import Chunk, ChunkKey, Event, EventKind, Outcome, Reason, Status, Transfer, TransferKind
+from tierkv._level import Flight, LevelBooks, Waiting, reason_of
+from tierkv._moves import Moves
+from tierkv.types import Chunk, ChunkKey, EventKind, Outcome, Reason, Status, TransferKind
 
 SLICE = 128
 """Chunks that one call expires, or begins to copy down to make room, at most."""
@@ -21,31 +22,61 @@ PATIENCE = 256
 """A search for victims that meets so many chunks which would have to be copied down first gives up."""
 Keys = Collection[ChunkKey | None]
 NOTHING: frozenset[ChunkKey] = frozenset()
-_make = tuple.__new__  # half the cost of a named tuple's own way: every chunk with a level below comes by, thrice
+End = tuple[int, Outcome, bool]
+"""A transfer's id, its outcome, and whether it has ended: what :meth:`Flow.finish` is told."""
 
 
-class Flow:
-    """State and mechanics shared by all verbs of :class:`~tierkv._hierarchy.Hierarchy`."""
-
-    def __init__(self, plans: Sequence[LevelPlan], *, record_events: bool = False, recycles: bool = False) -> None:
-        assert plans, "there is a primary"
-        assert plans[0].n_slots is not None, "the primary has slots"
-        self.levels = [LevelBooks(i, plan, recycles=recycles) for i, plan in enumerate(plans)]
-        self.primary = self.levels[0].ledger
-        for level in self.levels:
-            level.lower = self.levels[level.index + 1 :]
-            level.demotes = bool(level.lower) and level.lower[0].plan.writes is Writes.DEMOTE
-            level.min_free_nbytes = level.plan.slot_nbytes if level.demotes else 0
-        self.cascades = [level for level in self.levels[1:] if level.plan.writes is Writes.CASCADE]
-        self.guarded: Counter[ChunkKey] = Counter()
-        """Keys that nobody may evict at any level for now; see :meth:`~tierkv._hierarchy.Hierarchy.guard`."""
-        self.record_events = record_events
-        self._events: list[Event] = []
-        self._outbox: deque[Transfer] = deque()
-        self._flights: dict[int, Flight] = {}
-        self._last_id = 0
+class Flow(Moves):
+    """The ends of transfers, and what is copied down: at once, when it is evicted, or once there is room for it."""
 
     # -- ends of transfers --------------------------------------------------------------------------------------
+
+    def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:
+        """A transfer's end.
+
+        ``ended=False`` reports a deadline: askers see the outcome, but its space stays quarantined until the same
+        transfer is finished again with ``ended=True``.
+        """
+        flight = self._flights[transfer_id] if not ended else self._flights.pop(transfer_id)
+        if ended:
+            self._door(flight.transfer).trying = False
+        if flight.transfer.kind is TransferKind.PROMOTE:
+            self._finish_promote(flight, outcome, ended=ended)
+        elif flight.transfer.kind is TransferKind.DELETE:
+            self._finish_delete(flight, outcome, ended=ended)
+        else:
+            self._finish_write(flight, outcome, ended=ended)
+
+    def finish_all(self, ends: Iterable[End]) -> None:
+        """:meth:`finish` for many, in their order; writes that went well, and follow each other, are taken together."""
+        for levels, some in groupby(ends, self._levels_of_good_write):
+            if levels is None:
+                for id_, outcome, ended in some:
+                    self.finish(id_, outcome, ended=ended)
+            else:
+                self._finish_good_writes(levels, [self._flights.pop(id_) for id_, _, _ in some])
+
+    def _levels_of_good_write(self, end: End) -> tuple[int, int] | None:
+        """From which to which level a write has been done that somebody waits for; None: it is something else."""
+        id_, outcome, ended = end
+        (_, kind, _, source_level, target_level, _, _), _, target, _ = self._flights[id_]
+        is_write = kind is TransferKind.CASCADE and ended and outcome.ok
+        is_awaited = is_write and target is not None and target.state is PENDING
+        return (source_level, target_level) if is_awaited and not self.levels[target_level].stuck else None
+
+    def _finish_good_writes(self, levels: tuple[int, int], flights: Sequence[Flight]) -> None:
+        above, level = self.levels[levels[0]], self.levels[levels[1]]
+        entries = [entry for _, _, entry, _ in flights if entry is not None]
+        n_entries, nbytes = len(entries), sum([entry.kind[1] for entry in entries])
+        level.writes.trying = False
+        level.ledger.commit(entries)
+        level.counts.stored += n_entries
+        level.counts.written += n_entries
+        level.counts.written_nbytes += nbytes
+        self._emit_all(level, EventKind.STORED, entries)
+        level.queued_nbytes -= sum([entry.charge_nbytes for entry in entries])
+        self._release(above, *[source for _, source, _, _ in flights])
+        self._pump_up(level.index)
 
     def _finish_promote(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         top, below, entry = self.levels[0], self.levels[flight.transfer.source], flight.target
@@ -150,30 +181,63 @@ class Flow:
     def _enqueue(self, level: LevelBooks, source_level: int, sources: Sequence[Entry], *, demote: bool) -> None:
         """Ask a lower level to take copies of chunks, in prefix order: what fits at once starts, the rest waits."""
         above = self.levels[source_level]
-        asked: list[Waiting] = []
+        chunks: Sequence[Chunk] = chunks_of(sources)
+        charges = self._welcome(level, chunks)
+        if charges is None:
+            wanted = [*self._wanted(level, sources, chunks)]
+            if not wanted:
+                return
+            sources, chunks, charges = zip(*wanted, strict=True)
+        above.ledger.hold(*sources)
+        if demote:
+            above.demoting_nbytes += sum([source.charge_nbytes for source in sources])
+        n_started = 0
+        if not level.waiting and level.plan.writable():
+            started = level.ledger.reserve(chunks)
+            n_started = len(started)
+            if started:
+                kind = TransferKind.DEMOTE if demote else TransferKind.CASCADE
+                self._launch_down(kind, (source_level, level.index), zip(sources, started, chunks, strict=False))
+        if n_started == len(sources):
+            self._trim(level, n_came=n_started)
+            return
+        for source, charge in zip(sources[n_started:], charges[n_started:], strict=True):
+            level.waiting[source.key] = Waiting(source_level, source, demote, charge)
+        self._pump(level)
+
+    def _welcome(self, level: LevelBooks, chunks: Sequence[Chunk]) -> Sequence[int] | None:
+        """What each chunk is charged as if the level wants them all, without a look at each: the usual case, cheaply.
+
+        None: it takes that look, and nothing was done.
+        """
+        n_chunks = len(chunks)
+        if not chunks or level.plan.admission is not None or not level.writes.lets_through:
+            return None
+        nbytes = chunks[0][4]
+        keys = {chunk[0] for chunk in chunks}
+        is_free = level.leaving.keys().isdisjoint(keys) and level.waiting.keys().isdisjoint(keys)
+        is_new = is_free and level.ledger.lacks(keys, n_chunks)
+        if not is_new or [chunk[4] for chunk in chunks].count(nbytes) != n_chunks:
+            return None
+        charge = level.ledger.charge(chunks[0])
+        queued_nbytes = level.queued_nbytes + n_chunks * charge
+        if charge > level.ledger.capacity_nbytes or queued_nbytes > level.plan.queue_nbytes:
+            return None
+        level.counts.offered += n_chunks
+        level.queued_nbytes = queued_nbytes
+        return (charge,) * n_chunks
+
+    def _wanted(
+        self, level: LevelBooks, sources: Sequence[Entry], chunks: Sequence[Chunk]
+    ) -> Iterable[tuple[Entry, Chunk, int]]:
+        """Those that the level wants, and what each is charged as."""
         nbytes, charge = -1, 0
-        for source in sources:
-            chunk = source.chunk
+        for source, chunk in zip(sources, chunks, strict=True):
             if chunk[4] != nbytes:  # mostly all are as long as the first
                 nbytes, charge = chunk[4], level.ledger.charge(chunk)
             if self._wants(level, chunk, charge):
                 level.queued_nbytes += charge
-                asked.append(_make(Waiting, (source_level, source, demote, charge)))
-        if not asked:
-            return
-        above.ledger.hold(*[waiting[1] for waiting in asked])
-        if demote:
-            above.demoting_nbytes += sum([waiting.source.charge_nbytes for waiting in asked])
-        started: list[Entry] = []
-        if not level.waiting and level.plan.writable():
-            started = level.ledger.reserve([waiting[1].chunk for waiting in asked])
-            for waiting, target in zip(asked, started, strict=False):
-                self._begin(level, waiting, target)
-        if len(started) == len(asked):
-            self._trim(level, n_came=len(asked))
-            return
-        level.waiting.update({waiting.source.key: waiting for waiting in asked[len(started) :]})
-        self._pump(level)
+                yield source, chunk, charge
 
     def _wants(self, level: LevelBooks, chunk: Chunk, charge: int) -> bool:
         """Whether the level wants the chunk. False, and counted why, if it has it or refuses."""
@@ -226,7 +290,8 @@ class Flow:
     def _begin(self, level: LevelBooks, waiting: Waiting, target: Entry) -> None:
         level.queued_nbytes += target.charge_nbytes - waiting.charge_nbytes
         kind = TransferKind.DEMOTE if waiting.demote else TransferKind.CASCADE
-        self._launch(kind, (waiting.source_level, level.index), waiting.source, target, demote=waiting.demote)
+        copies = ((waiting.source, target, target.chunk),)
+        self._launch_down(kind, (waiting.source_level, level.index), copies)
 
     def _refuse(self, level: LevelBooks, waiting: Waiting, reason: Reason) -> None:
         level.counts.refuse(reason)
@@ -292,109 +357,3 @@ class Flow:
             return None
         below = level.lower[0]
         return lambda entry: entry.demote_refused or not below.writes.lets_through or level.has_below(entry.key)
-
-    # -- leaving ------------------------------------------------------------------------------------------------
-
-    def _leave(self, level: LevelBooks, entry: Entry, reason: Reason) -> None:
-        """Take an entry out of a level's index, count it, and free its space once nothing touches it."""
-        state, ledger = entry.state, level.ledger
-        if reason is Reason.EVICTED and ledger.expired(entry):
-            reason = Reason.EXPIRED
-        at_once = not level.index and not entry.holds
-        if at_once:
-            ledger.drop((entry,), evicted=reason is Reason.EVICTED)
-        else:
-            ledger.remove(entry, evicted=reason is Reason.EVICTED)
-        if level.index:
-            level.leaving[entry.key] = entry
-        if state is READY:
-            if reason is Reason.EVICTED:
-                level.counts.evicted += 1
-                if level.demotes:
-                    reason = Reason.DEMOTED if level.has_below(entry.key) else Reason.DEMOTE_DROPPED
-                    if reason is Reason.DEMOTE_DROPPED:
-                        level.counts.drop(reason)
-            else:
-                level.counts.drop(reason)
-            self._emit(level, EventKind.REMOVED, entry, reason)
-        elif not entry.promoted:
-            level.counts.refuse(reason)
-        if not at_once:
-            self._settle(level, entry)
-
-    def _evict(self, level: LevelBooks, victims: Sequence[Entry]) -> None:
-        """Entries that :meth:`Ledger.victims` chose leave; from the primary, whose slots take no deletion, together."""
-        if level.index or level.demotes or level.ledger.expires:
-            for entry in victims:
-                self._leave(level, entry, Reason.EVICTED)
-            return
-        level.ledger.drop(victims, evicted=True)
-        self._evicted(level, victims)
-
-    def _evicted(self, level: LevelBooks, gone: Sequence[Entry]) -> None:
-        level.counts.evicted += len(gone)
-        if self.record_events:
-            for entry in gone:
-                self._emit(level, EventKind.REMOVED, entry, Reason.EVICTED)
-
-    def _writer_ended(self, level: LevelBooks, entry: Entry) -> None:
-        level.ledger.writer_ended(entry)
-        self._settle(level, entry)
-
-    def _release(self, level: LevelBooks, *entries: Entry) -> None:
-        level.ledger.release(*entries)
-        for entry in dict.fromkeys([entry for entry in entries if entry.state is GONE]) if level.ledger.n_gone else ():
-            self._settle(level, entry)
-
-    def _settle(self, level: LevelBooks, entry: Entry) -> None:
-        """Free a GONE entry's space once nothing touches it; below the primary that takes a deletion first."""
-        if entry.state is not GONE or not entry.settled:
-            return
-        if level.index and entry.owned and entry.stored:
-            level.deleting_nbytes += entry.charge_nbytes
-            self._launch(TransferKind.DELETE, (level.index, level.index), entry)
-        else:
-            self._free(level, entry)
-
-    def _free(self, level: LevelBooks, entry: Entry) -> None:
-        level.ledger.free(entry)
-        if level.index:
-            del level.leaving[entry.key]
-            if level.stuck.get(entry.key) is entry:
-                del level.stuck[entry.key]
-
-    def _launch(
-        self,
-        kind: TransferKind,
-        levels: tuple[int, int],
-        source: Entry,
-        target: Entry | None = None,
-        *,
-        demote: bool = False,
-    ) -> None:
-        self._last_id += 1
-        source_level, target_level = levels
-        at_primary = target if target_level == 0 else source if source_level == 0 else None
-        slot, generation = (at_primary.slot, at_primary.generation) if at_primary is not None else (None, 0)
-        chunk = (target or source).chunk
-        transfer = _make(Transfer, (self._last_id, kind, chunk, source_level, target_level, slot, generation))
-        self._door(transfer).trying = True
-        self._flights[self._last_id] = _make(Flight, (transfer, source, target, demote))
-        self._outbox.append(transfer)
-
-    def _door(self, transfer: Transfer) -> Door:
-        """Which breaker a transfer's end tells something about."""
-        if transfer.kind is TransferKind.PROMOTE:
-            return self.levels[transfer.source].reads
-        return self.levels[transfer.target].writes
-
-    def _emit(self, level: LevelBooks, kind: EventKind, entry: Entry, reason: Reason | None = None) -> None:
-        if self.record_events:
-            self._events.append(Event(level.index, kind, entry.chunk, reason))
-
-    @property
-    def primary_busy(self) -> bool:
-        """Copies out of the primary are under way or wait: slots that are held now may become evictable."""
-        return any(not f.transfer.source for f in self._flights.values()) or any(
-            not waiting.source_level for level in self.levels for waiting in level.waiting.values()
-        )

@@ -2,7 +2,7 @@
 
 A plain state machine: synchronous, no I/O, no thread, no clock. Callers ask and are answered at once; the copies that
 follow are :class:`~tierkv.types.Transfer` values for somebody else to run (:meth:`Hierarchy.take_transfers`), whose end
-comes back through :meth:`Hierarchy.finish`. It belongs to one thread: the event loop's under
+comes back through ``finish``. It belongs to one thread: the event loop's under
 :class:`~tierkv.TieredCache`, the scheduler's under vLLM.
 
 The path of one chunk: ``offer`` reserves a primary slot -> the device copies -> ``commit_store`` -> CASCADE transfers
@@ -30,7 +30,6 @@ from tierkv.types import (
     EventKind,
     Found,
     LevelStatistics,
-    Outcome,
     PrefixHit,
     Reason,
     Stop,
@@ -156,9 +155,7 @@ class Hierarchy(Room):
                 if entry.state is GONE:
                     self._writer_ended(level, entry)
         self.primary.commit(stored)
-        if self.record_events:
-            for entry in stored:
-                self._emit(level, EventKind.STORED, entry)
+        self._emit_all(level, EventKind.STORED, stored)
         level.counts.stored += len(stored)
         for lower in self.cascades:
             self._enqueue(lower, 0, stored, demote=False)
@@ -354,22 +351,6 @@ class Hierarchy(Room):
         if writes is Traffic.STOPPED:
             self._refuse_waiting(level, Reason.TIER_BROKEN)
         self._pump_up(index)
-
-    def finish(self, transfer_id: int, outcome: Outcome, *, ended: bool = True) -> None:
-        """A transfer's end.
-
-        ``ended=False`` reports a deadline: askers see the outcome, but its space stays quarantined until the same
-        transfer is finished again with ``ended=True``.
-        """
-        flight = self._flights[transfer_id] if not ended else self._flights.pop(transfer_id)
-        if ended:
-            self._door(flight.transfer).trying = False
-        if flight.transfer.kind is TransferKind.PROMOTE:
-            self._finish_promote(flight, outcome, ended=ended)
-        elif flight.transfer.kind is TransferKind.DELETE:
-            self._finish_delete(flight, outcome, ended=ended)
-        else:
-            self._finish_write(flight, outcome, ended=ended)
 
     # -- proof --------------------------------------------------------------------------------------------------
 

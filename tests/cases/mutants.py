@@ -8,6 +8,7 @@ FLOW: Final = "tierkv/_flow.py"
 HIERARCHY: Final = "tierkv/_hierarchy.py"
 LEASE: Final = "tierkv/_lease.py"
 LEVEL: Final = "tierkv/_level.py"
+MOVES: Final = "tierkv/_moves.py"
 ROOM: Final = "tierkv/_room.py"
 MOVER: Final = "tierkv/_mover.py"
 BOOKS: Final = "tierkv/tiers/_fs/books.py"
@@ -172,9 +173,9 @@ GUARDED: Final = [
     ),
     (
         "an eviction is not announced",
-        FLOW,
-        "            for entry in gone:\n                self._emit(level, EventKind.REMOVED",
-        "            for entry in gone[:0]:\n                self._emit(level, EventKind.REMOVED",
+        MOVES,
+        "self._emit_all(level, EventKind.REMOVED, gone, Reason.EVICTED)",
+        "self._emit_all(level, EventKind.REMOVED, gone[:0], Reason.EVICTED)",
         _hunt("telling", "a31"),
     ),
     (

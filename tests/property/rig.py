@@ -338,9 +338,33 @@ class Rig:
         self.slots[entry.slot] = data.ljust(SLOT, b"\0")
 
     def end(self, flying: Flying, fault: Status | None) -> None:
-        """A transfer ends: whatever it does to slots and media it does now."""
+        """A transfer ends, and is told of by itself."""
         transfer = flying.transfer
-        key = transfer.chunk.key
+        key, status = transfer.chunk.key, self.do(transfer, fault)
+        may_lose = {(transfer.target, key)} if status is not Status.OK else set()
+        self.call(lambda h, _: h.finish(transfer.id, Outcome(key, status)), may_lose=may_lose)
+        self.check_ends([(flying, status)])
+
+    def end_all(self, some: Sequence[tuple[Flying, Status | None]]) -> None:
+        """Transfers end, and are told of at once; whatever they do to slots and media they have done by then."""
+        ends = [(flying, self.do(flying.transfer, fault)) for flying, fault in some]
+        lost = [flying.transfer for flying, status in ends if status is not Status.OK]
+        told = [(f.transfer.id, Outcome(f.transfer.chunk.key, status), True) for f, status in ends]
+        may_lose = {(transfer.target, transfer.chunk.key) for transfer in lost}
+        self.call(lambda h, _: h.finish_all(told), may_lose=may_lose)
+        self.check_ends(ends)
+
+    def check_ends(self, ends: Sequence[tuple[Flying, Status]]) -> None:
+        for flying, status in ends:
+            transfer = flying.transfer
+            key = transfer.chunk.key
+            if transfer.kind is not TransferKind.DELETE and status in (Status.MISSING, Status.CORRUPT):
+                assert (transfer.source, key) not in self.ready, "what is missing or rotten is believed in no more"
+            if transfer.kind is not TransferKind.DELETE and status is not Status.OK and not flying.past_deadline:
+                assert (transfer.target, key) not in self.ready, "what was not copied is not there"
+
+    def do(self, transfer: Transfer, fault: Status | None) -> Status:
+        """Whatever a transfer does to slots and media it does now."""
         if transfer.slot is not None:
             assert self.generation_of(transfer.slot) == transfer.generation, "a slot in use is not reused"
         if transfer.kind is TransferKind.PROMOTE:
@@ -350,10 +374,7 @@ class Rig:
         else:
             status = self.end_write(transfer, fault)
         del self.flying[transfer.id]
-        may_lose = {(transfer.target, key)} if status is not Status.OK else set()
-        self.call(lambda h, _: h.finish(transfer.id, Outcome(key, status)), may_lose=may_lose)
-        if transfer.kind is not TransferKind.DELETE and status in (Status.MISSING, Status.CORRUPT):
-            assert (transfer.source, key) not in self.ready, "what was found missing or rotten is believed in no more"
+        return status
 
     def end_promote(self, transfer: Transfer, fault: Status | None) -> Status:
         assert transfer.slot is not None

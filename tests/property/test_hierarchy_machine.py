@@ -242,6 +242,13 @@ class HierarchyMachine(RuleBasedStateMachine):
     def transfer_ends(self, data: st.DataObject, fault: Status | None) -> None:
         self.rig.end(self.pick(data, list(self.rig.flying.values())), fault)
 
+    @precondition(lambda self: len(self.rig.flying) > 1)
+    @rule(data=st.data(), some_faults=st.lists(faults, min_size=2, max_size=8))
+    def transfers_end(self, data: st.DataObject, some_faults: list[Status | None]) -> None:
+        """Several have ended, in any order, before anybody looks."""
+        ids = data.draw(st.permutations(sorted(self.rig.flying)), label="transfers")
+        self.rig.end_all([(self.rig.flying[id_], fault) for id_, fault in zip(ids, some_faults, strict=False)])
+
     @precondition(lambda self: any(not flying.past_deadline for flying in self.rig.flying.values()))
     @rule(data=st.data())
     def deadline_passes(self, data: st.DataObject) -> None:

@@ -214,11 +214,20 @@ class Below:
 
     def drain(self, hierarchy: EpochHierarchy) -> None:
         """Let ends and scan results take effect, at most a slice of each."""
+        ends: list[Completion] = []
         for _ in range(_SLICE):
             news = self._loop.next_news()
+            if isinstance(news, Completion):
+                ends.append(news)
+                continue
+            if ends:
+                hierarchy.finish_all(ends)
+                ends = []
             if news is None:
                 break
             self._take(hierarchy, news)
+        if ends:
+            hierarchy.finish_all(ends)
         n_found = 0
         while n_found < _SLICE:
             found = self._loop.next_found()
@@ -229,9 +238,6 @@ class Below:
                 hierarchy.absorb(found.level, found.found)
 
     def _take(self, hierarchy: EpochHierarchy, news: News) -> None:
-        if isinstance(news, Completion):
-            hierarchy.finish(news.transfer_id, news.outcome, ended=news.ended)
-            return
         level = self.levels[news.level - 1]
         if isinstance(news, Doors):
             level.reads, level.writes = news.reads, news.writes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tierkv._flow import End
 from tierkv._hierarchy import Hierarchy
 from tierkv._level import LevelPlan
 from tierkv.types import Outcome, Reason, Status, TransferKind
@@ -39,6 +40,9 @@ class EpochHierarchy(Hierarchy):
             deletes = self._flights[transfer_id].transfer.kind is TransferKind.DELETE
             outcome = Outcome(outcome.key, Status.OK if deletes else Status.FAILED, Reason.RESET)
         super().finish(transfer_id, outcome, ended=ended)
+
+    def _levels_of_good_write(self, end: End) -> tuple[int, int] | None:
+        return None if end[0] in self._disowned else super()._levels_of_good_write(end)
 
     def abandon(self, index: int) -> None:
         """Forget all that a level holds and leave it on the medium, under a namespace that nobody asks for any more.

@@ -67,7 +67,7 @@ class Absorbed(NamedTuple):
     """What a probe was about."""
 
 
-News = Completion | Opened | Closed | Doors | Absorbed
+News = Opened | Closed | Doors | Absorbed
 
 
 class MoverLoop:
@@ -102,7 +102,7 @@ class MoverLoop:
         self._mover: Mover | None = None
         self._scans: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._news: deque[News] = deque()
+        self._news: deque[News | Completion] = deque()
         self._found: deque[Absorbed] = deque()
         self._n_found = 0
         self._asked: set[tuple[int, ChunkKey]] = set()
@@ -138,7 +138,7 @@ class MoverLoop:
             self._asked.update((index, key) for key in keys)
             self._run(self._probe(index, keys))
 
-    def next_news(self) -> News | None:
+    def next_news(self) -> News | Completion | None:
         news = self._news.popleft() if self._news else None
         if isinstance(news, Absorbed):
             self._asked.difference_update([(news.level, key) for key in news.asked])
