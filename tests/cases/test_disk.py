@@ -120,6 +120,8 @@ async def _damaged_third(faults: Faults, root: str) -> None:
             await settle(cache)
             # A short direct read is tried once more through the page cache; a run of slots that fails, slot by slot.
             most = (2 if error == -1 else 1) * (2 if is_slab() else 1)
+            # One that was written a moment ago and is not right once more: the same key may have come anew meanwhile.
+            most += not error and is_slab()
             assert 1 <= rule.n_struck <= most, "for one asker it is read once"
             primary = cache.statistics()["primary"]
             assert primary.n_chunks == 7 and before - primary.free_nbytes == 7 * 8192, "one slot more than with all"

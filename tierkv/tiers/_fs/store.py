@@ -17,8 +17,8 @@ from tierkv.tiers._fs.slab_io import SlabIO
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.types import ChunkKey
 
-_MOST_TRIES: Final = 4
-"""A slot would have to change hands twice in a tenth of a second, that often."""
+_MOST_TRIES: Final = 2
+"""A slot would have to change hands twice in a tenth of a second, and do so again."""
 
 
 class Seen(NamedTuple):
