@@ -20,12 +20,14 @@ from tests.fs_kit import (
     _mount,
     chunk_of,
     context,
+    flip,
     is_slab,
     key_of,
     opened,
     path_of,
     payload_of,
     recount,
+    set_time,
     slots,
     using,
 )
@@ -195,6 +197,23 @@ async def test_a_chunk_that_comes_back_into_its_slot_between_two_pieces(
             assert (await take(tier, 1)).ok
         _mount(owner).books.check()
         assert recount(root) <= 64 << 20
+
+
+async def test_a_corrupt_chunk_is_read_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a row that was written a moment ago is worth another look."""
+    async with opened(root, capacity="64MiB", ctx=CTX) as tier:
+        await put(tier, 1)
+        set_time(root, key_of(1), tier, time.time() - 10)
+        flip(path_of(root, key_of(1), tier), PAGE)
+        real, calls = os.preadv, []
+
+        def counting(fd: int, parts: Sequence[memoryview], offset: int) -> int:
+            calls.append(offset)
+            return real(fd, parts, offset)
+
+        monkeypatch.setattr(os, "preadv", counting)
+        assert (await take(tier, 1)).status is Status.CORRUPT
+        assert len(calls) == N_PIECES
 
 
 def replaced(path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fs_kit import chunk_of, context, flip, is_slab, key_of, opened, path_of, payload_of, recount, slots, using
 from tierkv.tiers._fs import pieces
-from tierkv.tiers._fs.format import PAGE_NBYTES, PLAIN, padded_nbytes
+from tierkv.tiers._fs.format import PAGE_NBYTES, PLAIN, Sums, padded_nbytes
 from tierkv.tiers._fs.pieces import LONG_NBYTES, PIECE_NBYTES, in_pages, sum_of_pieces
 from tierkv.types import Reason, Status
 
@@ -129,8 +129,9 @@ async def test_a_read_that_ends_short_in_a_later_piece_says_so(root: Path, monke
         assert [o.ok for o in await tier.read([(key_of(1), target)])] == [True]
 
 
+@pytest.mark.parametrize("sums", [PLAIN, Sums(b"sixteen bytes or more")])
 @pytest.mark.parametrize("nbytes", [PIECE_NBYTES + 1, LONG_NBYTES, LONG_NBYTES + PAGE_NBYTES - 1])
-def test_the_sum_is_that_of_the_whole(nbytes: int) -> None:
+def test_the_sum_is_that_of_the_whole(nbytes: int, sums: Sums) -> None:
     """Pieces come from where they lie, in whole pages; the sum is of the payload alone."""
     whole = os.urandom(-(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
     buffer = memoryview(bytearray(len(whole)))
@@ -141,7 +142,7 @@ def test_the_sum_is_that_of_the_whole(nbytes: int) -> None:
         assert len(part) % PAGE_NBYTES == 0
         part[:] = whole[offset - PAGE_NBYTES : offset - PAGE_NBYTES + len(part)]
 
-    assert sum_of_pieces(PLAIN, buffer, nbytes, fill) == PLAIN.of(memoryview(whole)[:nbytes])
+    assert sum_of_pieces(sums, buffer, nbytes, fill) == sums.of(memoryview(whole)[:nbytes])
     assert buffer == whole
 
 

@@ -1,4 +1,4 @@
-"""Chunk files of one namespace: create, read, check and remove them. One ``preadv`` or ``pwritev`` a chunk.
+"""Chunk files of one namespace: create, read, check and remove them. One ``pwritev`` a chunk; a ``preadv``, or several.
 
 Every open is relative to a directory descriptor, non-blocking, never follows a symbolic link and is checked to be a
 regular file, so whatever somebody plants in the tree is at worst a miss.
