@@ -196,6 +196,8 @@ class Flow(Moves):
             started = level.ledger.reserve(chunks)
             n_started = len(started)
             if started:
+                # A tier that has just been opened on another thread may charge more than it said a moment ago.
+                level.queued_nbytes += sum([entry.charge_nbytes for entry in started]) - sum(charges[:n_started])
                 kind = TransferKind.DEMOTE if demote else TransferKind.CASCADE
                 self._launch_down(kind, (source_level, level.index), zip(sources, started, chunks, strict=False))
         if n_started == len(sources):

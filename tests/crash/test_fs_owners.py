@@ -45,7 +45,8 @@ class Owner:
                 self.seen = {name: int(n) for name, n in (item.split("=") for item in rest)}
 
     def tell(self) -> None:
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stderr is not None
+        assert self.process.poll() is None, self.process.stderr.read()
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
