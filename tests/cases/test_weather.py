@@ -29,6 +29,7 @@ from tests.fs_kit import is_slab
 from tests.patience import PATIENCE_S
 from tests.toys import prompt, shorten_deadline
 from tierkv import Level, TieredCache, _driver
+from tierkv.errors import ConfigError
 from tierkv.policies import LRU, TTL
 
 pytestmark = pytest.mark.usefixtures("layout")
@@ -71,7 +72,7 @@ async def test_a_root_that_is_not_ours(tmp_path: Path) -> None:
         if folder == tmp_path or folder.name.startswith(("pytest-", "popen-")):
             os.chmod(folder, 0o755)
     with unprivileged(ours):
-        with pytest.raises(OSError, match="Permission denied") as refused:
+        with pytest.raises(ConfigError, match="Permission denied") as refused:
             async with cache_over(fs_tier(theirs)):
                 pass
         assert str(theirs) in str(refused.value)

@@ -170,17 +170,37 @@ class NeverReplaces(Dict):
 class FoldsKeys(Dict):
     """Keys that differ in trailing zeros are one, as in a C string."""
 
+    @staticmethod
+    def fold(key: ChunkKey) -> ChunkKey:
+        return ChunkKey(key.rstrip(b"\0"))
+
     async def write_one(self, chunk: Chunk, buffer: memoryview) -> None:
-        await super().write_one(chunk._replace(key=ChunkKey(chunk.key.rstrip(b"\0"))), buffer)
+        await super().write_one(chunk._replace(key=self.fold(chunk.key)), buffer)
 
     def read_one(self, key: ChunkKey, buffer: memoryview) -> Outcome:
-        return super().read_one(ChunkKey(key.rstrip(b"\0")), buffer)._replace(key=key)
+        return super().read_one(self.fold(key), buffer)._replace(key=key)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return await super().contains([ChunkKey(key.rstrip(b"\0")) for key in keys])
+        return await super().contains([*map(self.fold, keys)])
 
     async def delete(self, keys: Sequence[ChunkKey]) -> None:
-        await super().delete([ChunkKey(key.rstrip(b"\0")) for key in keys])
+        await super().delete([*map(self.fold, keys)])
+
+
+class CutsKeys(FoldsKeys):
+    """Of a long key it keeps the first bytes."""
+
+    @staticmethod
+    def fold(key: ChunkKey) -> ChunkKey:
+        return ChunkKey(key[:40])
+
+
+class KeepsTheEndsOfKeys(FoldsKeys):
+    """Of a long key it keeps the last bytes."""
+
+    @staticmethod
+    def fold(key: ChunkKey) -> ChunkKey:
+        return ChunkKey(key[-40:])
 
 
 class ReadsPastTheBuffer(Dict):

@@ -28,6 +28,8 @@ FAULTS: dict[type[planted.Dict], str] = {
     planted.WritesInTwoSteps: "whole",
     planted.NeverReplaces: "whole",
     planted.FoldsKeys: "whole",
+    planted.CutsKeys: "every key of a batch is read|whole",
+    planted.KeepsTheEndsOfKeys: "every key of a batch is read|whole",
     planted.ReadsPastTheBuffer: "a read ends where its buffer ends",
     planted.ServesWhenClosed: "a closed tier raises",
     planted.BlocksTheLoop: "another thread: .time.sleep",

@@ -87,15 +87,34 @@ async def test_capacity_under_one_chunk(tmp_path: Path, of_the_level: bool) -> N
         assert tier.share_nbytes() == tier.charge_nbytes(LONGEST)
 
 
+async def test_a_root_on_a_read_only_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and nothing can be made in it."""
+    real = os.open
+
+    def read_only(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(30, "Read-only file system", str(path))
+        return real(path, flags, *more, **options)
+
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr(os, "open", read_only)
+    tier = FSTier(tmp_path / "root", capacity="1MiB")
+    with pytest.raises(ConfigError, match=r"fs\.root is '.*/root', but .*\(Read-only file system\)"):
+        await tier.open(context())
+    monkeypatch.undo()
+    await tier.aclose()
+    assert not list((tmp_path / "root").iterdir())
+
+
 async def test_a_root_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file system's own words, and nothing left open (the fixture looks)."""
+    """The option, its value, and the file system's own words; nothing is left open (the fixture looks)."""
 
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path / "root"))
 
     monkeypatch.setattr(os, "mkdir", denied)
     tier = FSTier(tmp_path / "root", capacity="1MiB")
-    with pytest.raises(PermissionError):
+    with pytest.raises(ConfigError, match=r"fs\.root is '.*/root', but must be a directory to write in.*denied"):
         await tier.open(context())
     monkeypatch.undo()
     await tier.aclose()

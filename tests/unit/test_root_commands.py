@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from tests.fs_kit import (
 )
 from tierkv.cli._main import main
 from tierkv.cli._root import Pace, sampled, visible
-from tierkv.tiers._fs.format import leaf_of, namespace_digest
+from tierkv.tiers._fs.format import BadHeaderError, leaf_of, namespace_digest
+from tierkv.tiers._fs.inspection import Kind, Root
 from tierkv.tiers._fs.page import OwnerPage
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
@@ -286,6 +288,30 @@ async def test_verify_beside_a_living_owner_and_after_a_kill(root: Path, capsys:
     code, wrong, counts = verify(root, capsys)
     assert (code, wrong, counts["verified"], counts["unfinished"]) == (0, {}, 4, 1)
     assert files_under(root) == before
+
+
+async def test_what_is_evicted_between_a_look_and_a_read_is_no_damage(root: Path, capsys: Capture) -> None:
+    """The slot or file has another chunk by then, or none: it is passed over, and what is really damaged is not."""
+    async with opened(root, 4, n_read_threads=1) as tier:
+        await store(tier, *map(chunk_of, range(3)))
+        flip(file_of(root, 2), PAGE + 5)
+        with closing(Root("ROOT", str(root))) as looker:
+            seen = [found for found in looker.files(slots=True) if found.kind is Kind.CHUNK]
+            await tier.delete([chunk_of(0).key])
+            await store(tier, chunk_of(9), chunk_of(10))
+            answers: dict[bytes, type[Exception] | None] = {}
+            for found in seen:
+                assert found.name is not None
+                try:
+                    looker.verify(found)
+                    answers[found.name.key] = None
+                except (FileNotFoundError, BadHeaderError) as error:
+                    answers[found.name.key] = type(error)
+        assert answers == {
+            chunk_of(0).key: FileNotFoundError, chunk_of(1).key: None, chunk_of(2).key: BadHeaderError
+        }  # fmt: skip
+        code, wrong, counts = verify(root, capsys)
+        assert (code, len(wrong), counts["verified"]) == (1, 1, 3)
 
 
 async def test_a_sample_is_the_same_each_time_and_about_as_large(root: Path, capsys: Capture) -> None:

@@ -302,6 +302,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
                 counts["passed_over"] += 1
                 continue
             why = _why_not(root, found, pace)
+            if why is None:
+                continue
             counts["wrong" if why else "verified"] += 1
             counts["nbytes"] += 0 if why else found.nbytes
             if why:
@@ -318,8 +320,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return int(counts["wrong"] > 0)
 
 
-def _why_not(root: Root, found: Found, pace: Pace) -> str:
-    """Why an engine would not serve this; empty if it would, or it is gone."""
+def _why_not(root: Root, found: Found, pace: Pace) -> str | None:
+    """Why an engine would not serve this; empty if it would, None if it has gone meanwhile."""
     from tierkv.tiers._fs.format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
     from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415
 
@@ -332,7 +334,7 @@ def _why_not(root: Root, found: Found, pace: Pace) -> str:
     try:
         root.verify(found, pace)
     except FileNotFoundError:
-        return ""
+        return None
     except BadHeaderError as error:
         return str(error)
     except OSError as error:

@@ -56,7 +56,8 @@ AWKWARD = tuple(
     ChunkKey(key)
     for key in (
         b"k", b"kk", b"k\0", b"\0", b"K", b"/", b"../k", b".", b"\xff" * 20, b"\n", b"k\0\0\0\1", b"k" * 36, b"\0" * 32,
-        bytes(range(64)), b"%6b", b"6b",
+        bytes(range(64)), b"%6b", b"6b", bytes(range(63)) + b"\0", b"\1" + bytes(range(1, 64)),
     )
 )  # fmt: skip
-"""Keys that are opaque bytes: prefixes of one another, NUL, slashes, what a file system or a text would take amiss."""
+"""Keys that are opaque bytes: prefixes of one another, NUL, slashes, what a file system or a text would take amiss, and
+long ones of which only the first byte tells two apart, or only the last."""

@@ -120,7 +120,8 @@ class FSTier:
         """Take a place on the root and start the scan; returns before the scan has ended.
 
         Raises:
-            ConfigError: the root is no directory, or the capacity does not hold one chunk; nothing was created.
+            ConfigError: the root is no directory or may not be written, or the capacity does not hold one chunk;
+                nothing was created.
             TierError: another process uses the root and they cannot share it.
             OSError: the root cannot be used.
             ClosedError: the tier is open, or was closed: make another one.

@@ -315,14 +315,27 @@ def _boot() -> bytes:
 
 def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:
     """What a slab's catalogue says, read from outside; nothing if it cannot be read."""
-    with contextlib.suppress(OSError, BadCatalogueError):
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(slab_name(slab.owner, slab.slot_nbytes, SLOTS), flags, dir_fd=dir_fd)
-        try:
-            for rows in Catalogue(fd, slab.slot_nbytes, digest).rows(tidy=False):
-                yield from rows
-        finally:
-            os.close(fd)
+    with contextlib.suppress(OSError, BadCatalogueError), _opened(slab, dir_fd, digest) as catalogue:
+        for rows in catalogue.rows(tidy=False):
+            yield from rows
+
+
+def is_still_there(slab: SlabName, dir_fd: int, digest: bytes, row: tuple[int, float, ChunkKey]) -> bool:
+    """Whether (slot, used_s, key) is in a row still, read from outside: its slot may have been used again since."""
+    with contextlib.suppress(OSError, BadCatalogueError), _opened(slab, dir_fd, digest) as catalogue:
+        now = catalogue.find(row[2])
+        return now is not None and (now.slot, now.used_s, now.key) == row
+    return False
+
+
+@contextlib.contextmanager
+def _opened(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Catalogue]:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(slab_name(slab.owner, slab.slot_nbytes, SLOTS), flags, dir_fd=dir_fd)
+    try:
+        yield Catalogue(fd, slab.slot_nbytes, digest)
+    finally:
+        os.close(fd)
 
 
 def head_of(slot_nbytes: int, n_buckets: int, digest: bytes) -> bytes:

@@ -1,7 +1,6 @@
 """A root looked at from outside, with or without engines running on it. Changes nothing in it; see sweep.py.
 
-What vanishes meanwhile is passed over: a living owner evicts as it likes. No link is followed and nothing but regular
-files is opened, as everywhere in the tier.
+What vanishes meanwhile is passed over: a living owner evicts as it likes. Links are not followed, only files opened.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from tierkv.tiers._fs.catalogue import (
     SLAB,
     SlabName,
     allocated_nbytes,
+    is_still_there,
     parse_slab_name,
     rows_of,
     slab_name,
@@ -306,8 +306,18 @@ class Root:
             raise FileNotFoundError(found.place)
         try:
             yield fd, 0 if slab is None else int(name) * slab.slot_nbytes
+        except BadHeaderError:
+            if slab is not None and not self._is_still_there(found, slab):
+                raise FileNotFoundError(found.place) from None
+            raise
         finally:
             os.close(fd)
+
+    def _is_still_there(self, found: Found, slab: SlabName) -> bool:
+        assert found.name is not None
+        with directory(found.namespace, self._fd) as fd:
+            row = (int(found.place.rpartition("/")[2]), found.mtime_s, found.name.key)
+            return fd is not None and is_still_there(slab, fd, bytes.fromhex(found.namespace), row)
 
     def _open_regular(self, name: str, dir_fd: int, flags: int = 0) -> int | None:
         """None if there is no such file, or something else in its place."""

@@ -47,8 +47,9 @@ Layout = Literal["auto", "slab", "files"]
 LAYOUTS: Final[tuple[str, ...]] = get_args(Layout)
 HEARTBEAT_S: Final = 1.0
 """How often an owner looks at the others: it bounds how long a newcomer waits for its share."""
-_A_ROOT: Final = "a directory, or a path where one can be made"
+_A_ROOT: Final = "a directory to write in, or a path where one can be made"
 _NEVER_A_ROOT: Final = (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT)
+_NOT_OURS: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 COUNTERS: Final = (
     "corrupt",  # files that were not what was written under their key, or not whole
     "vanished",  # files that somebody else removed
@@ -114,7 +115,7 @@ class Mount:
                 with contextlib.suppress(OSError):  # somebody else uses it already
                     os.rmdir(directory)
             if isinstance(error, OSError):
-                if root_fd is None and error.errno in _NEVER_A_ROOT:
+                if error.errno in _NOT_OURS or (root_fd is None and error.errno in _NEVER_A_ROOT):
                     raise bad_setting(f"{name}.root", wishes.root, f"{_A_ROOT} ({error.strerror})") from None
                 error.filename = os.path.join(path, error.filename or "")  # it may be relative to the root
             raise
