@@ -177,7 +177,6 @@ async def test_ls_prints_what_the_headers_say(root: Path, capsys: Capture) -> No
     assert len(text.splitlines()) == 3
     for options, n_rows in (
         (["--namespace", DIGEST[:5]], 2),
-        (["--namespace", "0" * 32], 0),
         (["--owner", rows[chunks[0].key.hex()]["owner"][:4].upper()], 2),
     ):
         assert main(["ls", str(root), "--json", *options]) == 0
@@ -350,6 +349,8 @@ def test_the_rate_of_reading_is_bounded() -> None:
         (["du", "missing"], "ROOT is 'missing', but must be a directory that can be read"),
         (["ls", "file"], "ROOT is 'file', but must be a directory that can be read"),
         (["ls", ".", "--namespace", "xyz"], "--namespace is 'xyz', but must be up to 32 hexadecimal digits"),
+        (["ls", ".", "--namespace", "99"], "--namespace is '99', but must be the first digits of one that is there"),
+        (["verify", ".", "--namespace", "99"], "--namespace is '99', but must be the first digits of"),
         (["ls", ".", "--owner", "0" * 17], "but must be up to 16 hexadecimal digits"),
         (["verify", ".", "--sample", "2"], "--sample is '2', but must be a number over 0, and 1 at most; nearest"),
         (["verify", ".", "--sample", "-1"], "nearest valid value: 0.01"),

@@ -77,6 +77,12 @@ def _opened(arguments: argparse.Namespace) -> closing[Root]:
     return closing(Root("ROOT", arguments.root, source.read("--checksum-key-file", "--checksum-key-env")))
 
 
+def _refuse_unknown(root: Root, prefix: str) -> None:
+    """A slip in a namespace's digits must not pass for a clean answer."""
+    if prefix and not any(name.startswith(prefix) for name in root.namespaces()):
+        raise bad_setting("--namespace", prefix, "the first digits of one that is there; tierkv du lists them")
+
+
 def digits(option: str, text: str | None, length: int) -> str:
     digits = "" if text is None else text.lower()
     if len(digits) > length or digits.strip("0123456789abcdef"):
@@ -211,6 +217,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     owner = digits("--owner", arguments.owner, 16)
     n_unreadable, now_s = 0, time.time()
     with _opened(arguments) as root:
+        _refuse_unknown(root, namespace)
         if not arguments.json:
             print("\t".join(_LS_COLUMNS.split()))
         for found in _chunks(root, namespace, owner):
@@ -291,6 +298,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     pace = Pace(None if arguments.rate is None else parse_size("--rate", arguments.rate))
     counts: Counter[str] = Counter(verified=0, wrong=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
     with _opened(arguments) as root:
+        _refuse_unknown(root, namespace)
         for found in root.files(namespace=namespace, slots=True):
             if found.kind is Kind.SLAB:
                 continue
