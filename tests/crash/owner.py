@@ -20,6 +20,7 @@ from tests.patience import PATIENCE_S, be_patient
 from tests.toys import STRIDE, ToyChunker, prompt
 from tierkv import Event, Level, MemoryTier, MoverLimits, Reason, Status, TieredCache
 from tierkv.policies import LRU
+from tierkv.tiers._fs import locks as _fs_locks
 from tierkv.tiers._fs import owners as _fs_owners
 from tierkv.tiers.fs import FSTier
 
@@ -118,4 +119,6 @@ async def main(root: str, n_chunks: str, number: str, what: str, *more: str) -> 
 
 if __name__ == "__main__":
     be_patient()
+    # Stopped for each look, and on a busy machine, one may hold the root's lock for longer than an operator would bear.
+    _fs_locks._ROOT_LOCK_TIMEOUT_S = PATIENCE_S  # type: ignore[misc]
     asyncio.run(main(*sys.argv[1:]))
