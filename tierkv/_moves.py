@@ -1,6 +1,6 @@
 """How an entry leaves a level, and how a transfer is launched: what everything that the hierarchy does ends in.
 
-Nothing here is called from outside :mod:`tierkv._hierarchy`.
+A part of :class:`~tierkv._hierarchy.Hierarchy`, which is the one to import.
 """
 
 from __future__ import annotations
@@ -106,23 +106,15 @@ class Moves:
             if level.stuck.get(entry.key) is entry:
                 del level.stuck[entry.key]
 
-    def _launch(
-        self,
-        kind: TransferKind,
-        levels: tuple[int, int],
-        source: Entry,
-        target: Entry | None = None,
-        *,
-        demote: bool = False,
-    ) -> None:
+    def _launch(self, kind: TransferKind, levels: tuple[int, int], source: Entry, target: Entry | None = None) -> None:
+        """A copy up or a deletion."""
         self._last_id += 1
         source_level, target_level = levels
-        at_primary = target if target_level == 0 else source if source_level == 0 else None
-        slot, generation = (at_primary.slot, at_primary.generation) if at_primary is not None else (None, 0)
+        slot, generation = (None, 0) if target is None else (target.slot, target.generation)
         chunk = (target or source).chunk
         transfer = _make(Transfer, (self._last_id, kind, chunk, source_level, target_level, slot, generation))
         self._door(transfer).trying = True
-        self._flights[self._last_id] = _make(Flight, (transfer, source, target, demote))
+        self._flights[self._last_id] = _make(Flight, (transfer, source, target, False))
         self._outbox.append(transfer)
 
     def _launch_down(

@@ -130,6 +130,22 @@ async def another(tier: FSTier) -> None:
     assert _mount(tier).books.get(key_of(2)).at == 0
 
 
+async def put_for_both(owner: FSTier, other: FSTier) -> None:
+    """A chunk of the owner's, and each knows of the other's slab."""
+    _mount(owner).beat()
+    _mount(other).beat()
+    await put(owner, 1)
+
+
+async def midway(reader: FSTier, between: Between) -> asyncio.Future[Outcome]:
+    """A read of that chunk, whose first piece is here and whose second is about to be read."""
+    reading = asyncio.ensure_future(take(reader, 1))
+    await between.piece()
+    between.go()
+    await between.piece()
+    return reading
+
+
 @pytest.mark.parametrize("is_foreign", [False, True])
 @pytest.mark.parametrize("before", range(1, N_PIECES))
 @pytest.mark.parametrize("happens", [evict, another, hole])
@@ -174,14 +190,9 @@ async def test_a_chunk_that_comes_back_into_its_slot_between_two_pieces(
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     async with opened(root, capacity="64MiB", ctx=CTX) as owner, opened(root, capacity="64MiB", ctx=CTX) as other:
-        _mount(owner).beat()
-        _mount(other).beat()
-        await put(owner, 1)
+        await put_for_both(owner, other)
         with between:
-            reading = asyncio.ensure_future(take(other if is_foreign else owner, 1))
-            await between.piece()
-            between.go()
-            await between.piece()
+            reading = await midway(other if is_foreign else owner, between)
             await another(owner)
             between.go()
             await between.piece()
@@ -235,14 +246,9 @@ async def test_a_file_that_goes_between_two_pieces(
 ) -> None:
     """An open file is whole whatever becomes of its name. One that is cut is a miss, and is not there afterwards."""
     async with opened(root, capacity="64MiB", ctx=CTX) as owner, opened(root, capacity="64MiB", ctx=CTX) as other:
-        _mount(owner).beat()
-        _mount(other).beat()
-        await put(owner, 1)
+        await put_for_both(owner, other)
         with between:
-            reading = asyncio.ensure_future(take(other if is_foreign else owner, 1))
-            await between.piece()
-            between.go()
-            await between.piece()
+            reading = await midway(other if is_foreign else owner, between)
             happens(path_of(root, key_of(1), owner))
             between.off()
             outcome = await reading
