@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any
 
 N_PAIRS = 7
-NOISE = 1.6
-"""What a test allows over a bound that the report asks for: a gate must hold on any machine, beside any neighbour.
-
-Both sides run in the same minute, not in the same cache. Neighbours move a ratio by a third, another machine by more.
-"""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests.bench import report
 from tests.bench.pairs import Row, alternate, as_json, machine, table
+from tests.gate import hold
 
 FASTER = Row("disk", "a speed", "GB/s", [2.0, 3.0, 8.0], [1.0, 1.0, 2.0], "theirs", must=3.0)
 CHEAPER = Row("index", "a cost", "us", [1.0, 1.0], [4.0, 2.0], "theirs", higher_is_better=False, must=3.5)
@@ -43,6 +45,16 @@ def test_sides_take_turns_and_change_who_is_first():
     ours, peer = alternate(lambda: side("ours", 1.0), lambda: side("peer", 2.0), 3)
     assert (ours, peer) == ([1.0] * 3, [2.0] * 3)
     assert order == ["peer", "ours", "ours", "peer", "peer", "ours"]
+
+
+@pytest.mark.parametrize(("found", "holds"), [([3, 1], True), ([3, 2, 2, 2, 1.4], True), ([1.6] * 5, False)])
+def test_a_gate_opens_once_it_held_and_stays_shut_for_what_never_did(found: list[float], holds: bool):
+    """Two ratios may hold in different tries; what is above its limit in all five fails, and nobody asks once more."""
+    tries = [{"spoilt once": 1.0 if i else 9.0, "measured": ratio} for i, ratio in enumerate(found)]
+    left = iter(tries)
+    with nullcontext() if holds else pytest.raises(pytest.fail.Exception, match="in each of 5 tries"):
+        hold(lambda: next(left), {"spoilt once": 1.0, "measured": 1.5})
+    assert not list(left)
 
 
 def test_a_page_says_what_was_not_reached_and_what_ended_early(tmp_path: Path, monkeypatch):

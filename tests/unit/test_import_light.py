@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import tierkv
+from tests.gate import hold
 from tests.patience import PATIENCE_S
 
 ROOT = Path(tierkv.__file__).parents[1]
@@ -52,7 +53,11 @@ def test_import_costs_less_than_asyncio(tmp_path: Path) -> None:
         "print((c - b) / (b - a), (len(sys.modules) - n) / (n - m))"
     )
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    ran = [_python(code, **compiled).split() for _ in range(N_RUNS + 1)][1:]  # the first one compiles
-    times, modules = ([float(ratio) for ratio in ratios] for ratios in zip(*ran, strict=True))
-    assert max(modules) <= 0.5
-    assert statistics.median(times) <= 1.0, sorted(times)
+    _python(code, **compiled)  # the first one compiles
+
+    def beside_asyncio() -> dict[str, float]:
+        ran = [_python(code, **compiled).split() for _ in range(N_RUNS)]
+        times, modules = ([float(ratio) for ratio in ratios] for ratios in zip(*ran, strict=True))
+        return {"time": statistics.median(times), "modules": max(modules)}
+
+    hold(beside_asyncio, {"time": 1.0, "modules": 0.5})
