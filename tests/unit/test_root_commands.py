@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.fs_kit import (
+    CHARGE,
     NAMESPACE,
     PAGE,
     chunk_of,
@@ -26,6 +27,7 @@ from tests.fs_kit import (
     kill,
     layout,  # noqa: F401
     only_files,
+    only_slab,
     opened,
     recount,
     rows_under,
@@ -311,6 +313,54 @@ async def test_what_is_evicted_between_a_look_and_a_read_is_no_damage(root: Path
         }  # fmt: skip
         code, wrong, counts = verify(root, capsys)
         assert (code, len(wrong), counts["verified"]) == (1, 1, 3)
+
+
+def remove(catalogue: Path) -> None:
+    catalogue.unlink()
+
+
+def cut(catalogue: Path) -> None:
+    os.truncate(catalogue, PAGE + 1)
+
+
+@only_slab
+@pytest.mark.parametrize("harm", [remove, cut])
+async def test_a_slab_without_its_catalogue_is_not_called_empty_and_right(
+    root: Path, capsys: Capture, harm: Callable[[Path], None]
+) -> None:
+    """All commands that look say what is wrong, how many slots may hold chunks and what mends it; then one does."""
+    async with opened(root) as tier:
+        await store(tier, *map(chunk_of, range(3)))
+    (catalogue,) = root.rglob("*.slots")
+    harm(catalogue)
+    n_slots = catalogue.with_suffix(".slab").stat().st_size // CHARGE
+    code, wrong, counts = verify(root, capsys)
+    ((name, why),) = wrong.items()
+    assert (code, counts["verified"], counts["wrong"], counts["unlisted"]) == (1, 0, 0, 1)
+    assert name == catalogue.with_suffix(".slab").name
+    assert f"{n_slots:,} slots may hold chunks" in why and "opens the root" in why
+    (slab,) = du(root, capsys)["unlisted"]
+    assert (slab["n_slots"], slab["why"]) == (n_slots, why)
+    for command, its_code in (("verify", 1), ("du", 0), ("ls", 1), ("doctor", 0)):
+        assert main([command, str(root)]) == its_code
+        captured = capsys.readouterr()
+        assert f"{name}: {why}" in captured.out + captured.err, command
+    assert verify(root, capsys, "--namespace", DIGEST[:4])[2]["unlisted"] == 1
+    async with opened(root) as tier:
+        assert await fetch(tier, *map(chunk_of, range(3))) == [Status.OK] * 3
+    code, wrong, counts = verify(root, capsys)
+    assert (code, wrong, counts["verified"], counts["unlisted"]) == (0, {}, 3, 0)
+
+
+@only_slab
+async def test_a_slab_without_slots_lacks_no_catalogue(root: Path, capsys: Capture) -> None:
+    """Its owner has just made it, and makes the catalogue next: nothing can be in it."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(0))
+    (catalogue,) = root.rglob("*.slots")
+    catalogue.unlink()
+    os.truncate(catalogue.with_suffix(".slab"), 0)
+    assert verify(root, capsys) == (0, {}, dict.fromkeys(verify(root, capsys)[2], 0))
 
 
 async def test_a_sample_is_the_same_each_time_and_about_as_large(root: Path, capsys: Capture) -> None:

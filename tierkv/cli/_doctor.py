@@ -180,6 +180,7 @@ def _owners(owners: list[Owner], now_s: float) -> Iterator[Finding]:
 
 def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]:
     from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415
 
     nbytes_of: defaultdict[str, int] = defaultdict(int)
     n_of: defaultdict[Kind, int] = defaultdict(int)
@@ -206,6 +207,8 @@ def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]
         yield Finding(
             False, f"{n_ahead:,} files are dated in the future and leave last after a kill: a clock was wrong"
         )
+    for slab in unlisted_slabs(root):
+        yield Finding(not slab.is_mended, f"{slab.place}: {slab.text}")
     for kind, advice in (
         (Kind.DAMAGED, "the next start removes them"),
         (Kind.MISPLACED, "the next start removes them"),

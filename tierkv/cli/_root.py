@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from tierkv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from tierkv.tiers._fs.inspection import Found, Owner, Root
+    from tierkv.tiers._fs.unlisted import Unlisted
 
 DU_DESCRIPTION = """\
 What a directory of the fs tier holds: by namespace and by owner, against its capacity, and what else lies there. Safe
@@ -183,12 +185,17 @@ class Usage:
 
 def run_du(arguments: argparse.Namespace) -> int:
     """Print the sums; always 0."""
+    from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415 - needs the extra fs
+
     with _opened(arguments) as root:
         usage = Usage(root.owners())
         usage.total_nbytes = sum(owner.charge_nbytes for owner in usage.owners)
         for found in root.files(slots=True):
             usage.count(found)
         record = usage.record(root.free_nbytes(), time.time())
+        record["unlisted"] = [
+            {"place": visible(slab.place), "why": slab.text, "n_slots": slab.n_slots} for slab in unlisted_slabs(root)
+        ]
     if arguments.json:
         print(json.dumps(record, indent=2))
     else:
@@ -210,8 +217,9 @@ def _chunks(root: Root, namespace: str, owner: str = "") -> Iterator[Found]:
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
-    """Print a line a chunk; 1 if there were chunks whose header could not be read."""
+    """Print a line a chunk; 1 if there were chunks whose header could not be read, or slabs without a catalogue."""
     from tierkv.tiers._fs.format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415
 
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     owner = digits("--owner", arguments.owner, 16)
@@ -238,15 +246,16 @@ def run_ls(arguments: argparse.Namespace) -> int:
                 print(json.dumps(row))
             else:
                 print("\t".join("-" if value in (None, "") else visible(str(value)) for value in row.values()))
-    return _unreadable(n_unreadable)
+        unlisted = [slab for slab in unlisted_slabs(root, namespace) if slab.owner.startswith(owner)]
+    return _unreadable(n_unreadable, unlisted)
 
 
-def _unreadable(n_chunks: int) -> int:
+def _unreadable(n_chunks: int, unlisted: Sequence[Unlisted]) -> int:
     if n_chunks:
-        import sys  # noqa: PLC0415 - for this line only
-
         print(f"{n_chunks:,} chunks could not be read; tierkv verify says why", file=sys.stderr)
-    return int(n_chunks > 0)
+    for slab in unlisted:
+        print(f"{visible(slab.place)}: {slab.text}", file=sys.stderr)
+    return int(bool(n_chunks or unlisted))
 
 
 # -- verify -----------------------------------------------------------------------------------------------------
@@ -292,11 +301,12 @@ def _part(option: str, text: str) -> float:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is wrong, and the counts; 1 if something is."""
     from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415
 
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     part = _part("--sample", arguments.sample)
     pace = Pace(None if arguments.rate is None else parse_size("--rate", arguments.rate))
-    counts: Counter[str] = Counter(verified=0, wrong=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
+    counts: Counter[str] = Counter(verified=0, wrong=0, unlisted=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
     with _opened(arguments) as root:
         _refuse_unknown(root, namespace)
         for found in root.files(namespace=namespace, slots=True):
@@ -315,17 +325,26 @@ def run_verify(arguments: argparse.Namespace) -> int:
             counts["wrong" if why else "verified"] += 1
             counts["nbytes"] += 0 if why else found.nbytes
             if why:
-                wrong = {"place": visible(found.place), "why": why}
-                print(json.dumps(wrong) if arguments.json else f"{wrong['place']}: {why}")
-    if arguments.json:
-        print(json.dumps(counts))
-    else:
-        passed_over = f"; {counts['passed_over']:,} not in the sample" if counts["passed_over"] else ""
-        print(
-            f"{counts['verified']:,} chunks ({format_size(counts['nbytes'])}) are what was stored, {counts['wrong']:,} "
-            f"are not; {counts['unfinished']:,} unfinished, {counts['foreign']:,} foreign{passed_over}"
-        )
-    return int(counts["wrong"] > 0)
+                _tell_wrong(found.place, why, as_json=arguments.json)
+        for slab in unlisted_slabs(root, namespace):
+            counts["unlisted"] += 1
+            _tell_wrong(slab.place, slab.text, as_json=arguments.json)
+    print(json.dumps(counts) if arguments.json else _verdict(counts))
+    return int(counts["wrong"] + counts["unlisted"] > 0)
+
+
+def _tell_wrong(place: str, why: str, *, as_json: bool) -> None:
+    place = visible(place)
+    print(json.dumps({"place": place, "why": why}) if as_json else f"{place}: {why}")
+
+
+def _verdict(counts: Counter[str]) -> str:
+    unlisted = f"; {counts['unlisted']:,} slabs without a catalogue, unread" if counts["unlisted"] else ""
+    passed_over = f"; {counts['passed_over']:,} not in the sample" if counts["passed_over"] else ""
+    return (
+        f"{counts['verified']:,} chunks ({format_size(counts['nbytes'])}) are what was stored, {counts['wrong']:,} "
+        f"are not{unlisted}; {counts['unfinished']:,} unfinished, {counts['foreign']:,} foreign{passed_over}"
+    )
 
 
 def _why_not(root: Root, found: Found, pace: Pace) -> str | None:

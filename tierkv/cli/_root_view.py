@@ -39,6 +39,8 @@ def show_usage(path: str, record: Mapping[str, Any]) -> None:
         console.print(_table("owner", record["owners"], columns))
     for what, sums in record["other"].items():
         console.print(f"{what}: {sums['n']:,}, {format_size(sums['nbytes'])}")
+    for slab in record["unlisted"]:
+        console.print(f"{slab['place']}: {slab['why']}", soft_wrap=True)
 
 
 def _table(title: str, rows: Mapping[str, Mapping[str, Any]], columns: Mapping[str, Any]) -> Table:

@@ -61,12 +61,18 @@ _MAGIC: Final = b"tierkv-slots\r\n\0\0"
 _HEAD = struct.Struct("<16sH6xQQQ16s")
 _EARLIER_S: Final = 100_000_000
 """The base lies three years before the catalogue was made: what it takes over may be older than itself."""
+_NO_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 _PIECE: Final = 256
 """Buckets that are read, or written anew, at once."""
 
 
 class BadCatalogueError(Exception):
     """Not a catalogue of ours, or not whole."""
+
+
+def is_no_use(error: BadCatalogueError | OSError) -> bool:
+    """False if the file may be whole and cannot be read now (EMFILE, EIO)."""
+    return isinstance(error, BadCatalogueError) or error.errno in _NO_FILE
 
 
 class SlabName(NamedTuple):
@@ -315,21 +321,22 @@ def _boot() -> bytes:
 
 def rows_of(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Row]:
     """What a slab's catalogue says, read from outside; nothing if it cannot be read."""
-    with contextlib.suppress(OSError, BadCatalogueError), _opened(slab, dir_fd, digest) as catalogue:
+    with contextlib.suppress(OSError, BadCatalogueError), opened(slab, dir_fd, digest) as catalogue:
         for rows in catalogue.rows(tidy=False):
             yield from rows
 
 
 def is_still_there(slab: SlabName, dir_fd: int, digest: bytes, row: tuple[int, float, ChunkKey]) -> bool:
     """Whether (slot, used_s, key) is in a row still, read from outside: its slot may have been used again since."""
-    with contextlib.suppress(OSError, BadCatalogueError), _opened(slab, dir_fd, digest) as catalogue:
+    with contextlib.suppress(OSError, BadCatalogueError), opened(slab, dir_fd, digest) as catalogue:
         now = catalogue.find(row[2])
         return now is not None and (now.slot, now.used_s, now.key) == row
     return False
 
 
 @contextlib.contextmanager
-def _opened(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Catalogue]:
+def opened(slab: SlabName, dir_fd: int, digest: bytes) -> Iterator[Catalogue]:
+    """A slab's catalogue, to be read from outside. Raises BadCatalogueError, OSError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(slab_name(slab.owner, slab.slot_nbytes, SLOTS), flags, dir_fd=dir_fd)
     try:

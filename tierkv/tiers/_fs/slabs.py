@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from tierkv.tiers._fs.books import Books, Held
-from tierkv.tiers._fs.catalogue import BadCatalogueError, Row, catalogue_nbytes
+from tierkv.tiers._fs.catalogue import BadCatalogueError, Row, catalogue_nbytes, is_no_use
 from tierkv.tiers._fs.file_io import NO_SPACE
 from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.slab import Berth, Slab
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 _STEP_NBYTES: Final = 64 << 20
 """A slab grows by so much: one call of the file system for many chunks."""
 _LEAST_STEP: Final = 4
-_NO_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO})
 
 
 class Slabs:
@@ -348,11 +347,11 @@ class Slabs:
             try:
                 slab = self._files.open(owner, slot_nbytes)
             except (BadCatalogueError, OSError) as error:
-                if not _is_no_use(error):
+                if not is_no_use(error):
                     raise
                 slab = self._files.mend(owner, slot_nbytes, self._n_slots, stopped)
         except (BadCatalogueError, OSError) as error:
-            if not _is_no_use(error):
+            if not is_no_use(error):
                 raise
             _log.warning("slab of owner %s cannot be used and is removed: %s", owner, str(error))
             self._files.remove(owner, slot_nbytes)
@@ -391,8 +390,3 @@ def _grown(slab: Slab, n: int) -> int:
             if error.errno not in NO_SPACE or n <= 1:
                 raise
             n = max(1, n // 4)
-
-
-def _is_no_use(error: BadCatalogueError | OSError) -> bool:
-    """False if the file may be whole and cannot be read now (EMFILE, EIO)."""
-    return isinstance(error, BadCatalogueError) or error.errno in _NO_FILE
