@@ -15,7 +15,7 @@ NOISE = 1.6
 Both sides run in the same minute, not in the same cache. Neighbours move a ratio by a third, another machine by more.
 """
 TRIES = 5
-"""A neighbour that takes the caches for a second spoils a ratio of that second. What became slower spoils all of them."""
+"""A neighbour that takes the caches for a second spoils a ratio of that second; what became slower spoils them all."""
 
 
 def hold(measure: Callable[[], Mapping[K, float]], limits: Mapping[K, float]) -> None:
