@@ -43,7 +43,12 @@ class Tier(Protocol):
         """Stable; used in metrics and messages."""
         ...
 
-    async def open(self, ctx: TierContext) -> None: ...
+    async def open(self, ctx: TierContext) -> None:
+        """Once, before any other call. A tier that is no :class:`ScanTier` starts empty, and so does its medium.
+
+        Nobody would ever ask for what an earlier run left there, nor count or evict it.
+        """
+        ...
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]: ...
 

@@ -521,3 +521,56 @@ class LosesAtClose(Files):
             for name in await asyncio.to_thread(os.listdir, self.folder):
                 await asyncio.to_thread(os.remove, self.folder / name)
         await super().aclose()
+
+
+class Unlisted(Files):
+    """A sound one that cannot say what it holds, and so starts without."""
+
+    scan = owns = None  # type: ignore[assignment]
+
+    async def open(self, ctx: TierContext) -> None:
+        await super().open(ctx)
+        await asyncio.to_thread(self.clear)
+
+    def clear(self) -> None:
+        for name in os.listdir(self.folder):
+            os.remove(self.folder / name)
+
+
+class StartsWithWhatLies(Unlisted):
+    """What an earlier run left is there, and nobody counts it."""
+
+    def clear(self) -> None:
+        pass
+
+
+class ClearsAtClose(Unlisted):
+    """Tidies up behind itself, which a kill does not."""
+
+    async def open(self, ctx: TierContext) -> None:
+        await Files.open(self, ctx)
+
+    async def aclose(self) -> None:
+        if self.is_open:
+            await asyncio.to_thread(self.clear)
+        await super().aclose()
+
+
+class ForgetsWhatLies(Unlisted):
+    """Starts with an empty index and leaves the files."""
+
+    async def open(self, ctx: TierContext) -> None:
+        await Files.open(self, ctx)
+        self.written: set[ChunkKey] = set()
+
+    async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        there = await super().contains(keys)
+        return [is_there and key in self.written for key, is_there in zip(keys, there, strict=True)]
+
+    def read_one(self, key: ChunkKey, buffer: memoryview) -> Outcome:
+        return super().read_one(key, buffer) if key in self.written else Outcome(key, Status.MISSING)
+
+    async def write(self, items: Sequence[tuple[Chunk, memoryview]]) -> Sequence[Outcome]:
+        outcomes = await super().write(items)
+        self.written |= {chunk.key for chunk, _ in items}
+        return outcomes

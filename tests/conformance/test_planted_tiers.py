@@ -54,6 +54,9 @@ FILE_FAULTS: dict[type[planted.Files], str] = {
     planted.LosesAtClose: "announces every chunk",
     planted.OwnsForEver: "says what is there",
     planted.OwnsWhatItWrote: "says what is there",
+    planted.StartsWithWhatLies: "cannot be scanned starts empty",
+    planted.ClearsAtClose: "cannot be scanned starts empty",
+    planted.ForgetsWhatLies: "cannot be scanned starts empty, and so does its medium",
 }
 
 
@@ -100,6 +103,8 @@ def test_the_sound_ones_pass() -> None:
     assert "a bound is kept" in check_tier(planted.Bounded, raw=planted.DictDoor, settings=NO_SHRINKING).passed
     report = check_tier(planted.Files, raw=planted.FilesDoor, settings=NO_SHRINKING)
     assert {"damage is never served", "namespaces are apart"} <= set(report.passed)
+    report = check_tier(planted.Unlisted, raw=planted.FilesDoor, verifies=True, settings=NO_SHRINKING)
+    assert {"damage is never served", "what cannot be scanned starts empty"} <= set(report.passed)
 
 
 def test_without_a_side_door_the_kit_says_what_it_skipped() -> None:

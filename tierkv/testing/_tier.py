@@ -49,6 +49,7 @@ _BY_CAPABILITY: Final[dict[type, tuple[_Check, ...]]] = {
     ),
     Owning: (capabilities.what_is_owned_is_there,),
 }
+_WITHOUT: Final[dict[type, tuple[_Check, ...]]] = {ScanTier: (capabilities.what_cannot_be_scanned_starts_empty,)}
 _VERIFYING: Final[tuple[_Check, ...]] = (capabilities.damage_is_never_served,)
 
 
@@ -64,12 +65,13 @@ def check_tier(
     """Try a tier with everything that a cache does to it; raise ConformanceError where it breaks a rule.
 
     Every rule runs in an event loop and a directory of its own and must leave no descriptor, thread or task behind;
-    then a state machine compares the tier with a dict. Rules of capabilities that the tier lacks are skipped; the
-    report says which. Call it where no event loop runs (a plain test function).
+    then a state machine compares the tier with a dict. Rules of capabilities that the tier lacks are skipped, as are
+    those of tiers that lack one; the report says which. Call it where no event loop runs (a plain test function).
 
     Args:
         factory: makes a tier over a directory of its own, which is empty at first; a tier that needs none ignores it.
-            A :class:`~tierkv.protocols.ScanTier` that is made again for the same directory must find its chunks.
+            A :class:`~tierkv.protocols.ScanTier` that is made again for the same directory must find its chunks, any
+            other must start without.
         raw: given an open tier, a side door to its medium (:class:`RawDoor`), so that the tier is not its own witness.
             Without one, what is checked is only that the tier agrees with itself.
         verifies: the tier notices damage; by default every ScanTier must. Needs ``raw``.
@@ -89,6 +91,8 @@ def check_tier(
     (chosen if raw is not None and verifies else skipped).extend(_VERIFYING)
     for capability, checks in _BY_CAPABILITY.items():
         (chosen if isinstance(probe, capability) else skipped).extend(checks)
+    for capability, checks in _WITHOUT.items():
+        (skipped if isinstance(probe, capability) else chosen).extend(checks)
     for check in chosen:
         run(given, check.__name__, check)
     machine = tier_machine(

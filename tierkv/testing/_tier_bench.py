@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
+import shutil
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -106,6 +109,12 @@ class Bench:
         finally:
             await tier.aclose()
 
+    def copied(self, name: str) -> Bench:
+        """Another one, beside it, over a copy of what lies in its directory now; sockets and the like are left out."""
+        copy = self.directory.with_name(name)
+        shutil.copytree(self.directory, copy, symlinks=True, ignore=_specials)
+        return Bench(self.settings, copy)
+
     def raw(self, tier: Tier) -> RawDoor:
         assert self.settings.raw is not None, "asked for only where there is one"
         return self.settings.raw(tier)
@@ -153,6 +162,14 @@ class Bench:
         require(list(await tier.contains(keys)) == [False] * len(keys), "what is gone is not contained", keys)
         for chunk, (status, _) in zip(chunks, await self.read(tier, *((key, 64) for key in keys)), strict=True):
             require(status is Status.MISSING, "what is gone reads as MISSING", chunk.key, status)
+
+
+def _specials(folder: str, names: list[str]) -> list[str]:
+    """What cannot be copied: opening it would wait, or has an effect."""
+    modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+    return [
+        name for name, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+    ]
 
 
 def check_outcomes(verb: str, keys: Sequence[ChunkKey], outcomes: Sequence[Outcome]) -> None:
@@ -214,6 +231,7 @@ def run(settings: Settings, name: str, check: Callable[[Bench], Coroutine[Any, A
             fail(f"a tier answers within {2 * _PATIENCE_S:g} s; it hung in {name!r}", error)
 
     with tempfile.TemporaryDirectory(prefix="tierkv-check-") as directory, no_leaks(f"a tier in {name!r}"):
-        bench = Bench(settings, Path(directory))
+        bench = Bench(settings, Path(directory, "tier"))
+        bench.directory.mkdir()
         with asyncio.Runner() as runner:
             runner.run(within_patience())

@@ -133,6 +133,24 @@ async def damage_is_never_served(bench: Bench) -> None:
         await bench.expect(tier, stranger)
 
 
+async def what_cannot_be_scanned_starts_empty(bench: Bench) -> None:
+    """Tiers that are no ScanTier: what an earlier run left is nowhere, else it lies there and nobody counts it."""
+    async with bench.opened() as tier:
+        await bench.write(tier, *bench.chunks)
+        as_killed = bench.copied("as a kill leaves it")
+    for earlier in (bench, as_killed):
+        async with earlier.opened() as tier:
+            keys = [chunk.key for chunk in earlier.chunks]
+            there = list(await tier.contains(keys))
+            require(not any(there), "a tier that cannot be scanned starts empty", there)
+            await earlier.expect_gone(tier, *earlier.chunks)
+            if earlier.settings.raw is not None:
+                lies = [key for key in keys if earlier.raw(tier).get(key) is not None]
+                require(not lies, "a tier that cannot be scanned starts empty, and so does its medium", lies)
+            await earlier.write(tier, *earlier.chunks[:2], edition=1)
+            await earlier.expect(tier, *earlier.chunks[:2], edition=1)
+
+
 async def chunks_outlive_their_tier(bench: Bench) -> None:
     """ScanTier: what was acknowledged is announced, once, by the next tier over the same medium, and read there."""
     async with bench.opened() as tier:
