@@ -16,7 +16,7 @@ FORMAT: Final = "tierkv/tiers/_fs/format.py"
 IO: Final = "tierkv/tiers/_fs/file_io.py"
 LIST: Final = "tierkv/tiers/_fs/listing.py"
 OPS: Final = "tierkv/tiers/_fs/ops.py"
-SCAN: Final = "tierkv/tiers/_fs/scan.py"
+SETTLE: Final = "tierkv/tiers/_fs/settle.py"
 NAMESPACE: Final = "tierkv/namespace.py"
 
 
@@ -90,7 +90,7 @@ GUARDED: Final = [
     ),
     (
         "a restart does not trim",
-        SCAN,
+        SETTLE,
         "        if excess <= 0:\n            return listed, excess\n",
         "        return listed, excess\n",
         _hunt("disk", "a13"),

@@ -18,7 +18,7 @@ from tests.toys import NBYTES, STRIDE, ToyChunker, prompt
 from tierkv import ConfigError, CPUTier, Level, MemoryTier, MoverLimits, Namespace, PrefixChunker, TieredCache
 from tierkv.chunkers import blocks_by_group
 from tierkv.policies import LRU, TTL
-from tierkv.tiers._fs.mount import least_capacity_nbytes
+from tierkv.tiers._fs.wishes import least_capacity_nbytes
 from tierkv.tiers.fs import FSTier
 from tierkv.vllm.options import check_capacity, check_reserve, parse_options
 

@@ -163,15 +163,15 @@ async def test_a_deletion_between_the_trim_and_the_books_is_final(root: Path, mo
     await leave_two(root)
     listing = threading.Event()
     async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
-        scanner, operations = _mount(tier).scanner, _mount(tier).operations
-        trim = scanner._trim
+        settlement, operations = _mount(tier).settlement, _mount(tier).operations
+        trim = settlement._trim
 
         def and_a_deletion(*args: Any) -> Any:
             result = trim(*args)
             operations.delete_some({}, iter([K]))
             return result
 
-        monkeypatch.setattr(scanner, "_trim", and_a_deletion)
+        monkeypatch.setattr(settlement, "_trim", and_a_deletion)
         listing.set()
         assert {found.key for found in await first_batches(tier)} == {key_of(1)}
         assert tier.usage()["n_chunks"] == n_on_disk(root) == 1
@@ -203,15 +203,15 @@ async def test_a_probe_in_the_middle_of_the_trim_costs_no_chunk(root: Path, monk
         kill(before)
     listing = threading.Event()
     async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
-        scanner, probe = _mount(tier).scanner, _mount(tier).lookups.probe
-        without, unseen = scanner._without, [key_of(i) for i in range(4)]
+        settlement, probe = _mount(tier).settlement, _mount(tier).lookups.probe
+        without, unseen = settlement._without, [key_of(i) for i in range(4)]
 
         def and_a_probe(*args: Any) -> Any:
             fresh = without(*args)
             assert not unseen or probe([unseen.pop()]) != [None]
             return fresh
 
-        monkeypatch.setattr(scanner, "_without", and_a_probe)
+        monkeypatch.setattr(settlement, "_without", and_a_probe)
         listing.set()
         await scanned(tier)
         assert len(unseen) < 4
@@ -229,8 +229,8 @@ async def test_a_deletion_in_the_middle_of_the_trim_counts_as_room(root: Path, m
     listing = threading.Event()
     # A share of three chunks: one has to go, and one goes.
     async with opened(root, n_chunks=3, wait=False, _scan_gate=lambda *_: listing.wait(PATIENCE_S)) as tier:
-        scanner, operations = _mount(tier).scanner, _mount(tier).operations
-        without, unseen = scanner._without, [key_of(3)]
+        settlement, operations = _mount(tier).settlement, _mount(tier).operations
+        without, unseen = settlement._without, [key_of(3)]
 
         def and_a_deletion(*args: Any) -> Any:
             fresh = without(*args)
@@ -238,7 +238,7 @@ async def test_a_deletion_in_the_middle_of_the_trim_counts_as_room(root: Path, m
                 operations.delete_some({}, iter([unseen.pop()]))
             return fresh
 
-        monkeypatch.setattr(scanner, "_without", and_a_deletion)
+        monkeypatch.setattr(settlement, "_without", and_a_deletion)
         listing.set()
         await scanned(tier)
         assert tier.counters()["trimmed"] == 0

@@ -25,7 +25,7 @@ from tests.fs_kit import (
 )
 from tierkv import ConfigError
 from tierkv.tiers._fs.format import charge_nbytes
-from tierkv.tiers._fs.mount import least_capacity_nbytes
+from tierkv.tiers._fs.wishes import least_capacity_nbytes
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
 

@@ -234,13 +234,13 @@ async def test_a_probe_in_the_middle_of_the_trim_wins(root: Path, monkeypatch: p
     async with opened(root, n_chunks=4, wait=False, _scan_gate=lambda *_: gate.wait(PATIENCE_S)) as tier:
         mount = tier._mount
         assert mount is not None
-        remove, answers = mount.scanner._remove, []
+        remove, answers = mount.settlement.remove, []
 
         def remove_and_probe(item: Listed) -> None:
             answers.extend(mount.lookups.probe([key_of(1)]) if item.key == key_of(0) else [])
             remove(item)
 
-        monkeypatch.setattr(mount.scanner, "_remove", remove_and_probe)
+        monkeypatch.setattr(mount.settlement, "remove", remove_and_probe)
         gate.set()
         await scanned(tier)
         assert answers == [Found(key_of(1), CHARGE)]

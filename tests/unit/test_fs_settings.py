@@ -11,7 +11,7 @@ import pytest
 
 from tests.fs_kit import LONGEST, STRIDE, context, opened
 from tierkv.errors import ConfigError
-from tierkv.tiers._fs.mount import least_capacity_nbytes
+from tierkv.tiers._fs.wishes import least_capacity_nbytes
 from tierkv.tiers.fs import FSTier
 
 

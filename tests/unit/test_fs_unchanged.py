@@ -31,7 +31,7 @@ from tests.fs_kit import (
 )
 from tests.patience import PATIENCE_S
 from tierkv.tiers._fs import catalogue as catalogues
-from tierkv.tiers._fs import scan, unchanged
+from tierkv.tiers._fs import scan, settle, unchanged
 from tierkv.tiers._fs.catalogue import Catalogue, Row
 from tierkv.tiers._fs.format import namespace_digest
 from tierkv.tiers.fs import FSTier
@@ -240,7 +240,7 @@ async def test_what_nobody_can_remove_costs_the_coldest(root: Path, monkeypatch:
     """Files of another namespace that stay count: then not everything that the index lists can be kept."""
     await left(root, ctx=context(namespace=b"another"), n_chunks=12)
     await left(root, n_chunks=12)
-    monkeypatch.setattr(scan, "shrink_leaver", lambda _fd, leaver, _nbytes: leaver)
+    monkeypatch.setattr(settle, "shrink_leaver", lambda _fd, leaver, _nbytes: leaver)
     async with opened(root, n_chunks=8) as tier:
         assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in ORDER[4:]]
         assert chunk_bytes(root, tier) == 8 * CHARGE

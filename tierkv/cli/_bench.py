@@ -138,7 +138,7 @@ def _counts(option: str, text: str) -> tuple[int, ...]:
 
 
 def _layout(text: str) -> str:
-    from tierkv.tiers._fs.mount import LAYOUTS  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.wishes import LAYOUTS  # noqa: PLC0415 - needs the extra fs
 
     if text not in LAYOUTS:
         raise bad_setting("--layout", text, f"one of {', '.join(LAYOUTS)}", LAYOUTS[0])

@@ -79,7 +79,7 @@ def plan_from(arguments: argparse.Namespace) -> Plan:
 def _check_room(plan: Plan) -> None:
     """Refuse sizes that cannot work on this machine."""
     from tierkv.tiers._fs.format import charge_nbytes  # noqa: PLC0415 - needs the extra fs, as does the run
-    from tierkv.tiers._fs.mount import least_capacity_nbytes  # noqa: PLC0415
+    from tierkv.tiers._fs.wishes import least_capacity_nbytes  # noqa: PLC0415
     from tierkv.tiers._memory_limits import check_memory  # noqa: PLC0415
 
     work = plan.workload

@@ -16,9 +16,10 @@ from tierkv.protocols import Clock, TierContext
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
 from tierkv.tiers._fs.format import charge_nbytes
-from tierkv.tiers._fs.mount import LAYOUTS, Mount, Wishes
+from tierkv.tiers._fs.mount import Mount
 from tierkv.tiers._fs.scan import Gate
 from tierkv.tiers._fs.secret import SecretSource
+from tierkv.tiers._fs.wishes import LAYOUTS, Wishes
 from tierkv.types import Chunk, ChunkKey, Found, Outcome
 
 _SMALL_NBYTES: Final = 256 * 1024
@@ -220,7 +221,7 @@ class FSTier:
     @property
     def writable(self) -> bool:
         mount = self._mount
-        return mount is not None and mount.scanner.writable
+        return mount is not None and mount.settlement.writable
 
     def settled(self, key: ChunkKey) -> bool:
         mount = self._mount

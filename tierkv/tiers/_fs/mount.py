@@ -9,20 +9,19 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from functools import partial
+from typing import Final
 
 from tierkv._threads import Lane
 from tierkv.errors import TierError, bad_setting
-from tierkv.protocols import Clock, TierContext
-from tierkv.sizes import format_size
+from tierkv.protocols import TierContext
 from tierkv.tiers._fs.batch import Batches
 from tierkv.tiers._fs.books import Books
 from tierkv.tiers._fs.catalogue import catalogue_nbytes
 from tierkv.tiers._fs.dirs import NotRegularError, discard_root_lock, make_directory, make_root
 from tierkv.tiers._fs.feed import Feed
 from tierkv.tiers._fs.file_io import ChunkFiles, Tally, direct_works
-from tierkv.tiers._fs.format import PAGE_NBYTES, Sums, charge_nbytes, namespace_digest, padded_nbytes
+from tierkv.tiers._fs.format import Sums, charge_nbytes, namespace_digest, padded_nbytes
 from tierkv.tiers._fs.holes import is_in_memory
 from tierkv.tiers._fs.index import IndexEntry, discard_part, index_room_nbytes, pack_index, save_index
 from tierkv.tiers._fs.leftovers import Leftovers
@@ -31,20 +30,17 @@ from tierkv.tiers._fs.lookup import Lookups
 from tierkv.tiers._fs.memory import ScratchRing
 from tierkv.tiers._fs.ops import Operations
 from tierkv.tiers._fs.owners import Ownership
-from tierkv.tiers._fs.probe import default_min_free_nbytes
-from tierkv.tiers._fs.scan import Gate, Scanner
-from tierkv.tiers._fs.secret import SecretSource
+from tierkv.tiers._fs.scan import Scanner
+from tierkv.tiers._fs.settle import Settlement
 from tierkv.tiers._fs.slab_files import SlabFiles
 from tierkv.tiers._fs.slab_io import MOST_IN_RUN, SlabIO
 from tierkv.tiers._fs.slabs import Slabs
 from tierkv.tiers._fs.store import Store
+from tierkv.tiers._fs.wishes import Wishes, least_capacity_nbytes
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
 
-Layout = Literal["auto", "slab", "files"]
-"""How new chunks lie on the disk; what is there is read, however it lies."""
-LAYOUTS: Final[tuple[str, ...]] = get_args(Layout)
 HEARTBEAT_S: Final = 1.0
 """How often an owner looks at the others: it bounds how long a newcomer waits for its share."""
 _A_ROOT: Final = "a directory to write in, or a path where one can be made"
@@ -72,21 +68,6 @@ COUNTERS: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """The settings of a tier, checked."""
-
-    root: str
-    capacity_nbytes: int | None
-    min_free_nbytes: int | None
-    n_workers: int
-    durable: bool
-    clock: Clock
-    gate: Gate | None
-    secret: SecretSource
-    layout: Layout = "auto"
-
-
 class Mount:
     """One tier's use of one root, from open to close.
 
@@ -99,7 +80,7 @@ class Mount:
         path = os.path.realpath(wishes.root)
         if os.path.lexists(path) and not os.path.isdir(path):
             raise bad_setting(f"{name}.root", wishes.root, _A_ROOT)
-        _refuse_small(name, wishes, ctx)
+        wishes.refuse_small(name, ctx)
         sums = wishes.secret.read(f"{name}.checksum_key_file", f"{name}.checksum_key_env")
         made: list[str] = []
         root_fd = None
@@ -131,7 +112,7 @@ class Mount:
         self._tally = Tally()
         self._digest = namespace_digest(ctx.namespace, sums)
         self._slot_nbytes: int | None = None
-        self._min_free_nbytes = self._decide_min_free()
+        self._min_free_nbytes = wishes.least_free_nbytes(root_fd)
         self._stop = threading.Event()
         self._ownership = Ownership(
             name, root_fd, namespace=self._digest.hex(), books=self.books, spare_nbytes=self.spare_nbytes,
@@ -161,19 +142,22 @@ class Mount:
         self.in_memory = is_in_memory(self._namespace_fd)
         slab_io = SlabIO(self._digest, durable=durable, in_memory=self.in_memory, sums=sums)
         store = Store(files, self._slabs, slab_io)
+        self.settlement = Settlement(
+            self._name, self._root_fd, store=store, slabs=self._slabs, books=books, ownership=ownership, feed=self.feed,
+            leftovers=self._leftovers, tally=tally, index_room_nbytes=self._index_room_nbytes,
+        )  # fmt: skip
         self.scanner = Scanner(
-            self._name, self._root_fd, digest=self._digest, store=store, slabs=self._slabs, books=books,
-            ownership=ownership, feed=self.feed, leftovers=self._leftovers, tally=tally, gate=self._wishes.gate,
-            refresh=self.beat, index_room_nbytes=self._index_room_nbytes,
+            self._name, self._root_fd, digest=self._digest, slabs=self._slabs, books=books, ownership=ownership,
+            feed=self.feed, settlement=self.settlement, tally=tally, gate=self._wishes.gate, refresh=self.beat,
         )  # fmt: skip
         self.lookups = Lookups(
             store=store, books=books, ownership=ownership, scanner=self.scanner, tally=tally, clock=self._wishes.clock
         )
         ring = ScratchRing(self._wishes.n_workers, MOST_IN_RUN)
         self.operations = Operations(
-            self._name, self._root_fd, files=files, store=store, books=books, ownership=ownership, scanner=self.scanner,
-            lookups=self.lookups, leftovers=self._leftovers, tally=tally, chunk_nbytes=self._ctx.chunk_nbytes,
-            spare_nbytes=self.spare_nbytes,
+            self._name, self._root_fd, files=files, store=store, books=books, ownership=ownership,
+            settlement=self.settlement, lookups=self.lookups, leftovers=self._leftovers, tally=tally,
+            chunk_nbytes=self._ctx.chunk_nbytes, spare_nbytes=self.spare_nbytes,
         )  # fmt: skip
         self.batches = Batches(
             self.operations, slabs=self._slabs, slab_io=slab_io, books=books, ownership=ownership, ring=ring,
@@ -304,7 +288,7 @@ class Mount:
     def _join(self) -> int:
         """Join the owners and open our namespace's directory, or leave nothing behind."""
         try:
-            self._ownership.join(self._decide_capacity)
+            self._ownership.join(partial(self._wishes.root_capacity_nbytes, self._name, self._ctx, self._root_fd))
             # No more than the disk can ever give us: else a large capacity on a small disk is all index room.
             usable_nbytes = max(0, self.spare_nbytes()) + self.books.used_nbytes
             slot_nbytes = charge_nbytes(self._ctx.chunk_nbytes)
@@ -350,27 +334,6 @@ class Mount:
             return None
         return f"this file system cannot give a file blocks and take them back ({error.strerror})"
 
-    def _decide_min_free(self) -> int:
-        if self._wishes.min_free_nbytes is not None:
-            return self._wishes.min_free_nbytes
-        return default_min_free_nbytes(os.fstatvfs(self._root_fd))
-
-    def _decide_capacity(self, ours_nbytes: int) -> int:
-        asked = [n for n in (self._wishes.capacity_nbytes, self._ctx.capacity_nbytes) if n]
-        if asked:
-            return min(asked)
-        found = os.fstatvfs(self._root_fd)
-        free_nbytes = found.f_bavail * found.f_frsize
-        capacity = (free_nbytes + ours_nbytes) // 2
-        least = least_capacity_nbytes(self._ctx.chunk_nbytes, in_slab=self._wishes.layout == "slab")
-        if capacity < least:
-            raise bad_setting(f"{self._name}.root", self._wishes.root, f"on a disk with {2 * least} bytes free or ours")
-        _log.info(
-            "%s: no capacity given; taking %s, half of %s free and %s ours on %s", self._name, format_size(capacity),
-            format_size(free_nbytes), format_size(ours_nbytes), self._path,
-        )  # fmt: skip
-        return capacity
-
     def _owns_files(self) -> Callable[[str], bool]:
         """Whether an owner id is in some file's name, as far as we know."""
         books = self.books
@@ -378,22 +341,3 @@ class Mount:
             return lambda _owner: True
         owners = {self._ownership.ids[n] for n in books.numbers()} | {leaver.owner for leaver in books.leavers}
         return owners.__contains__
-
-
-def least_capacity_nbytes(chunk_nbytes: int, *, in_slab: bool = False) -> int:
-    """The smallest capacity that holds a chunk: header and payload, our lock file, an index, a slab's catalogue."""
-    least = PAGE_NBYTES + index_room_nbytes(1) + charge_nbytes(chunk_nbytes)
-    return least + (catalogue_nbytes(1) if in_slab else 0)
-
-
-def _refuse_small(name: str, wishes: Wishes, ctx: TierContext) -> None:
-    in_slab = wishes.layout == "slab"
-    least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=in_slab)
-    allowed = (
-        f"at least {least} bytes: one chunk of {ctx.chunk_nbytes} occupies {charge_nbytes(ctx.chunk_nbytes)}, "
-        f"lock file{', index and catalogue' if in_slab else ' and index'} the rest"
-    )
-    if wishes.capacity_nbytes is not None and wishes.capacity_nbytes < least:
-        raise bad_setting(f"{name}.capacity", wishes.capacity_nbytes, allowed, least)
-    if 0 < ctx.capacity_nbytes < least:
-        raise bad_setting(f"{name}'s level capacity", ctx.capacity_nbytes, allowed, least)

@@ -19,7 +19,7 @@ from tierkv.tiers._fs.leftovers import Leftovers
 from tierkv.tiers._fs.lookup import MOST_MOVES, Lookups
 from tierkv.tiers._fs.memory import Scratch
 from tierkv.tiers._fs.owners import Ownership
-from tierkv.tiers._fs.scan import Scanner
+from tierkv.tiers._fs.settle import Settlement
 from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.store import Store
 from tierkv.types import Chunk, ChunkKey, Outcome, Reason, Status
@@ -42,7 +42,7 @@ class Operations:
 
     def __init__(
         self, name: str, root_fd: int, *, files: ChunkFiles, store: Store, books: Books, ownership: Ownership,
-        scanner: Scanner, lookups: Lookups, leftovers: Leftovers, tally: Tally, chunk_nbytes: int,
+        settlement: Settlement, lookups: Lookups, leftovers: Leftovers, tally: Tally, chunk_nbytes: int,
         spare_nbytes: Callable[[], int],
     ) -> None:  # fmt: skip
         self._name = name
@@ -51,7 +51,7 @@ class Operations:
         self._store = store
         self._books = books
         self._ownership = ownership
-        self._scanner = scanner
+        self._settlement = settlement
         self._lookups = lookups
         self._leftovers = leftovers
         self._tally = tally
@@ -145,7 +145,7 @@ class Operations:
             return Outcome(chunk.key, Status.FAILED, Reason.TIER_ERROR, error)
         if chunk.nbytes > self._chunk_nbytes or not fits_a_header(chunk):
             return Outcome(chunk.key, Status.REFUSED, Reason.TOO_LARGE)
-        if not self._scanner.writable:
+        if not self._settlement.writable:
             return Outcome(chunk.key, Status.REFUSED, Reason.SCANNING)
         return None
 

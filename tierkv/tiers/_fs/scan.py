@@ -1,4 +1,4 @@
-"""What is on the root already: list it, bring it under the limit, and only then let it into the books and the feed.
+"""What is on the root already: list it, and hand it over to be brought under the limit and counted (settle.py).
 
 A scan runs on its own thread: once at open over everything, later over the files of a dead owner whose ids we took.
 Leaves that nothing changed since a clean close come from the index; the others are listed, by name and size alone.
@@ -11,24 +11,21 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Final, cast
+from typing import Final
 
 from tierkv.errors import TierError
-from tierkv.tiers._fs.books import Books, Held, Leaver
+from tierkv.tiers._fs.books import Books, Leaver
 from tierkv.tiers._fs.catalogue import Row
 from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory
-from tierkv.tiers._fs.feed import BATCH, Feed, Listed
+from tierkv.tiers._fs.feed import Feed, Listed
 from tierkv.tiers._fs.file_io import Tally
-from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, file_name, leaf_of
-from tierkv.tiers._fs.index import Index, index_nbytes, read_indexes
-from tierkv.tiers._fs.leavers import shrink_leaver
-from tierkv.tiers._fs.leftovers import Leftovers
+from tierkv.tiers._fs.format import LEAVES
+from tierkv.tiers._fs.index import Index, read_indexes
 from tierkv.tiers._fs.listing import Hints, Lister, in_order, leaf_opened, namespaces, total_nbytes
 from tierkv.tiers._fs.owners import Ownership
+from tierkv.tiers._fs.settle import Settlement
 from tierkv.tiers._fs.slab import Slab
 from tierkv.tiers._fs.slabs import Slabs
-from tierkv.tiers._fs.store import Store
 from tierkv.tiers._fs.unchanged import enter, is_unchanged, located
 from tierkv.types import ChunkKey
 
@@ -46,33 +43,26 @@ class ScanStoppedError(Exception):
 
 
 class Scanner:
-    """Lists a root, trims it and hands over what stays.
-
-    Attributes:
-        writable: True once the total is known and under the limit.
+    """Lists a root, once or again.
 
     Concurrency: ``first`` and ``adopted`` on the scan's one thread; the rest from any.
     """
 
     def __init__(
-        self, name: str, root_fd: int, *, digest: bytes, store: Store, slabs: Slabs, books: Books, ownership: Ownership,
-        feed: Feed, leftovers: Leftovers, tally: Tally, gate: Gate | None, refresh: Callable[[], None],
-        index_room_nbytes: int,
+        self, name: str, root_fd: int, *, digest: bytes, slabs: Slabs, books: Books, ownership: Ownership, feed: Feed,
+        settlement: Settlement, tally: Tally, gate: Gate | None, refresh: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.writable = False
         self._name = name
         self._root_fd = root_fd
         self._digest = digest
-        self._store = store
         self._slabs = slabs
         self._books = books
         self._ownership = ownership
         self._feed = feed
-        self._leftovers = leftovers
+        self._settlement = settlement
         self._tally = tally
         self._gate = gate
         self._refresh = refresh
-        self._index_room_nbytes = index_room_nbytes
         self._stop = threading.Event()
         self._front: deque[str] = deque()
         # Counts as scanning from the start: until the first scan has ended, no negative answer is final.
@@ -92,7 +82,7 @@ class Scanner:
         self._until_done(self._scan, self._ownership.held_ids(), self._ownership.trusted_ids())
         # Only now the pages say what dead owners' files occupy, so only now our own limit is right.
         if self._until_done(self._refresh):
-            self.writable = True
+            self._settlement.writable = True
 
     def adopted(self, owners: Sequence[str]) -> None:
         """A scan for the files of owners whose ids we took over later."""
@@ -131,8 +121,8 @@ class Scanner:
                 leavers += self._list_other(lister, namespace)
         leavers.sort()
         if trusted is not None:
-            listed, leavers = self._settle_trust(trusted, listed, leavers)
-        self._enter(listed, leavers)
+            listed, leavers = self._settlement.settle_trust(trusted, listed, leavers)
+        self._settlement.enter(listed, leavers)
         self._books.end_scan(sum(self._ownership.reserved_of.pop(owner, 0) for owner in owners))
         self._release_empty(owners, listed, leavers)
 
@@ -198,7 +188,7 @@ class Scanner:
         self._pass_slabs(owners)
         match = located(index, slabs, self._slabs.count, self._rows(owners))
         # What a probe has announced counts twice here: where that is too much, each is weighed by itself.
-        most_nbytes = min(self._limit_nbytes(), self._ownership.room_nbytes())
+        most_nbytes = min(self._settlement.limit_nbytes(), self._ownership.room_nbytes())
         if match is None or match.nbytes > most_nbytes - leavers_nbytes - self._books.counted_nbytes:
             return None
         self._tally.add("leaves_from_index", sum(map(bool, index.leaf_times_ns.values())))
@@ -210,7 +200,7 @@ class Scanner:
         if other is not item:
             item, worse = (item, other) if item.order >= other.order else (other, item)
             found[item.key] = item
-            self._remove(worse)
+            self._settlement.remove(worse)
 
     def _list_files(self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints) -> list[Listed]:
         trusts_any = bool(indexes) and set(owners) <= {owner for index in indexes for owner in index.covers}
@@ -258,138 +248,6 @@ class Scanner:
             if wanted in left:
                 del left[wanted]
                 yield wanted
-
-    def _weigh(self, listed: list[Listed]) -> tuple[list[Listed], int]:
-        """What of a list the books do not count, and what they count in bytes, both as of one instant.
-
-        Probes go on: what one of them enters in between would be counted twice, and another chunk be trimmed for it.
-        """
-        listed = self._without(listed, self._books)
-        counted_nbytes, moved = self._books.weigh()
-        return self._without(listed, moved), counted_nbytes
-
-    def _without(self, listed: list[Listed], known: Books | AbstractSet[ChunkKey]) -> list[Listed]:
-        """Leave out what is counted or removed already, and put away a second copy of it under another id of ours."""
-        if not len(known):
-            return listed
-        fresh = []
-        for item in listed:
-            number = self._ownership.number_of(item.owner)
-            if number is None or item.key not in known:
-                fresh.append(item)
-                continue
-            held = self._books.get(item.key)
-            if held is None and not self._books.is_gone(item.key, item.owner):
-                fresh.append(item)  # what was removed is another owner's copy
-            elif held is not None and (held.number, held.at) != (number, item.at):
-                self._remove(item)
-        return fresh
-
-    def _settle_trust(
-        self, trusted: list[str], listed: list[Listed], leavers: list[Leaver]
-    ) -> tuple[list[Listed], list[Leaver]]:
-        """Bring all dead owners' files and ours under what the living leave, and hand the others' back.
-
-        Returns what is ours.
-        """
-        listed, other_nbytes, excess = self._excess(trusted, listed, leavers)
-        if excess > 0:
-            for owner in trusted:
-                self._slabs.give_back_idle(owner)
-            self._slabs.give_back(excess)
-            listed, other_nbytes, excess = self._excess(trusted, listed, leavers)
-        leavers, excess = self._trim_leavers(leavers, excess)
-        listed, _ = self._trim(listed, excess)
-        with_files = set()
-        for owner, nbytes in (*((i.owner, i.nbytes) for i in listed), *((i.owner, i.nbytes) for i in leavers)):
-            if owner in other_nbytes:
-                other_nbytes[owner] += nbytes
-                with_files.add(owner)
-        for owner in trusted:
-            if owner not in with_files:
-                self._slabs.retire(owner)
-        if trusted:
-            self._ownership.hand_back({owner: other_nbytes[owner] for owner in with_files})
-        for owner in trusted:
-            self._slabs.forget(owner)
-        ours = set(self._ownership.held_ids())
-        return [i for i in listed if i.owner in ours], [i for i in leavers if i.owner in ours]
-
-    def _excess(
-        self, trusted: list[str], listed: list[Listed], leavers: list[Leaver]
-    ) -> tuple[list[Listed], dict[str, int], int]:
-        """What of a list is not counted, what each dead owner occupies besides, and what exceeds the root's room."""
-        listed, counted_nbytes = self._weigh(listed)
-        # Each gets room for an index as large as ours may be: whoever takes the id will set as much aside.
-        besides_nbytes = {
-            owner: PAGE_NBYTES
-            + max(index_nbytes(self._root_fd, owner), self._index_room_nbytes)
-            + self._slabs.besides_nbytes(owner)
-            for owner in trusted
-        }
-        # But no room for one that has no files, such as a newcomer that died before it had any: it ends.
-        with_files = {item.owner for item in listed} | {leaver.owner for leaver in leavers}
-        excess = counted_nbytes + sum(besides_nbytes.get(owner, 0) for owner in with_files)
-        return listed, besides_nbytes, excess + total_nbytes(listed, leavers) - self._ownership.room_nbytes()
-
-    def _limit_nbytes(self) -> int:
-        """What ours may occupy; before the first scan has ended our own reservation says nothing yet."""
-        return self._books.limit_nbytes if self.writable else self._ownership.share_nbytes
-
-    def _enter(self, listed: list[Listed], leavers: list[Leaver]) -> None:
-        """Trim ours to the limit, coldest first, then count what stays and announce it."""
-        books, limit_nbytes = self._books, self._limit_nbytes()
-        listed, counted_nbytes = self._weigh(listed)
-        excess = total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
-        if excess > 0:
-            self._slabs.give_back(excess)
-            listed, counted_nbytes = self._weigh(listed)
-            excess = total_nbytes(listed, leavers) + counted_nbytes - limit_nbytes
-        leavers, excess = self._trim_leavers(leavers, excess)
-        listed, _ = self._trim(listed, excess)
-        for leaver in leavers:
-            books.add_leaver(leaver)
-        self._tally.add("unreadable", len(leavers))
-        numbers = {owner: self._ownership.number_of(owner) for owner in {item.owner for item in listed}}
-        staying: list[Listed] = []
-        for at in range(0, len(listed), BATCH):
-            batch = listed[at : at + BATCH]
-            added = books.add_all((i.key, cast("int", numbers[i.owner]), i.owner, i.nbytes, i.at) for i in batch)
-            staying += (item for item, is_there in zip(batch, added, strict=True) if is_there)
-        self._feed.put(staying)
-
-    def _trim(self, listed: list[Listed], excess: int) -> tuple[list[Listed], int]:
-        """Remove the coldest until ``excess`` bytes are gone; what a probe has announced meanwhile stays."""
-        if excess <= 0:
-            return listed, excess
-        staying = []
-        for item in listed:
-            if excess > 0 and self._books.claim(item.key, item.owner):
-                self._remove(item)
-                self._tally.add("trimmed")
-                excess -= item.nbytes
-            else:
-                staying.append(item)
-        return staying, excess
-
-    def _trim_leavers(self, leavers: list[Leaver], excess: int) -> tuple[list[Leaver], int]:
-        staying = []
-        for leaver in leavers:
-            left = shrink_leaver(self._root_fd, leaver, excess) if excess > 0 else leaver
-            if left is not leaver:
-                self._tally.add("trimmed")
-                excess -= leaver.nbytes - (0 if left is None else left.nbytes)
-            staying += [] if left is None else [left]
-        return staying, excess
-
-    def _remove(self, item: Listed) -> None:
-        try:
-            held = Held(0, item.nbytes, item.at)  # the number is of the owner, who is told beside it
-            self._store.remove(item.key, item.owner, held, keep_slot=False)
-        except OSError as error:
-            _log.warning("%s: cannot remove a chunk file to make room: %s", self._name, error)
-            name = file_name(item.key, item.owner)
-            self._leftovers.add(leaf_of(item.key), name, (name,), item.nbytes)
 
     def _release_empty(self, owners: Sequence[str], listed: Sequence[Listed], leavers: Sequence[Leaver]) -> None:
         used = {item.owner for item in listed} | {leaver.owner for leaver in leavers}

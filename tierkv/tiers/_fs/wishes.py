@@ -1,0 +1,81 @@
+"""What an operator asked of a tier and its root, and what that comes to on the disk that it lies on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from tierkv.errors import bad_setting
+from tierkv.protocols import Clock, TierContext
+from tierkv.sizes import format_size
+from tierkv.tiers._fs.catalogue import catalogue_nbytes
+from tierkv.tiers._fs.format import PAGE_NBYTES, charge_nbytes
+from tierkv.tiers._fs.index import index_room_nbytes
+from tierkv.tiers._fs.probe import default_min_free_nbytes
+from tierkv.tiers._fs.scan import Gate
+from tierkv.tiers._fs.secret import SecretSource
+
+_log = logging.getLogger(__name__)
+
+Layout = Literal["auto", "slab", "files"]
+"""How new chunks lie on the disk; what is there is read, however it lies."""
+LAYOUTS: Final[tuple[str, ...]] = get_args(Layout)
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The settings of a tier, checked."""
+
+    root: str
+    capacity_nbytes: int | None
+    min_free_nbytes: int | None
+    n_workers: int
+    durable: bool
+    clock: Clock
+    gate: Gate | None
+    secret: SecretSource
+    layout: Layout = "auto"
+
+    def refuse_small(self, name: str, ctx: TierContext) -> None:
+        """Raise ConfigError where a capacity does not hold one chunk."""
+        in_slab = self.layout == "slab"
+        least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=in_slab)
+        allowed = (
+            f"at least {least} bytes: one chunk of {ctx.chunk_nbytes} occupies {charge_nbytes(ctx.chunk_nbytes)}, "
+            f"lock file{', index and catalogue' if in_slab else ' and index'} the rest"
+        )
+        if self.capacity_nbytes is not None and self.capacity_nbytes < least:
+            raise bad_setting(f"{name}.capacity", self.capacity_nbytes, allowed, least)
+        if 0 < ctx.capacity_nbytes < least:
+            raise bad_setting(f"{name}'s level capacity", ctx.capacity_nbytes, allowed, least)
+
+    def least_free_nbytes(self, root_fd: int) -> int:
+        """What is to stay free on the disk."""
+        if self.min_free_nbytes is not None:
+            return self.min_free_nbytes
+        return default_min_free_nbytes(os.fstatvfs(root_fd))
+
+    def root_capacity_nbytes(self, name: str, ctx: TierContext, root_fd: int, ours_nbytes: int) -> int:
+        """What was asked for, or half of what is free or ours. Raises ConfigError where that holds no chunk."""
+        asked = [n for n in (self.capacity_nbytes, ctx.capacity_nbytes) if n]
+        if asked:
+            return min(asked)
+        found = os.fstatvfs(root_fd)
+        free_nbytes = found.f_bavail * found.f_frsize
+        capacity = (free_nbytes + ours_nbytes) // 2
+        least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=self.layout == "slab")
+        if capacity < least:
+            raise bad_setting(f"{name}.root", self.root, f"on a disk with {2 * least} bytes free or ours")
+        _log.info(
+            "%s: no capacity given; taking %s, half of %s free and %s ours on %s", name, format_size(capacity),
+            format_size(free_nbytes), format_size(ours_nbytes), os.path.realpath(self.root),
+        )  # fmt: skip
+        return capacity
+
+
+def least_capacity_nbytes(chunk_nbytes: int, *, in_slab: bool = False) -> int:
+    """The smallest capacity that holds a chunk: header and payload, our lock file, an index, a slab's catalogue."""
+    least = PAGE_NBYTES + index_room_nbytes(1) + charge_nbytes(chunk_nbytes)
+    return least + (catalogue_nbytes(1) if in_slab else 0)
