@@ -6,6 +6,10 @@ Misses, refusals and failures of single keys are values (:class:`~tierkv.Outcome
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
+
+_LIKENESS: Final = 0.65
+"""Part that two names have in common, as difflib counts it, from which on one may be a slip of the other."""
 
 
 class TierKVError(Exception):
@@ -15,7 +19,8 @@ class TierKVError(Exception):
 class ConfigError(TierKVError, ValueError):
     """A setting is wrong. Raised before anything was created.
 
-    The message is one sentence with the option, the value given, what is allowed and the nearest valid value.
+    The message is one sentence with the option, the value given, what is allowed and the nearest valid value, if the
+    one given is like any.
     Build it with :func:`bad_setting` or :func:`unknown_setting`, so that all of them read alike.
     """
 
@@ -58,9 +63,16 @@ class CorruptChunkError(TierError):
     """What was stored under a key is not what was written. The chunk was removed and is a miss from now on."""
 
 
-def bad_setting(option: str, value: object, allowed: str, nearest: object = None) -> ConfigError:
-    """One sentence: ``option`` is ``value``; ``allowed`` is what it may be; ``nearest`` the closest valid value."""
+def bad_setting(
+    option: str, value: object, allowed: str, nearest: object = None, *, example: str | None = None
+) -> ConfigError:
+    """One sentence: ``option`` is ``value``; ``allowed`` is what it may be; ``nearest`` the closest valid value.
+
+    Where no valid value is like ``value``, ``nearest`` is None: a guess sends people astray. ``example`` then shows the
+    form of a valid one, where ``allowed`` does not.
+    """
     hint = "" if nearest is None else f"; nearest valid value: {nearest}"
+    hint += "" if example is None or hint else f"; for example: {example}"
     return ConfigError(f"{option} is {value!r}, but must be {allowed}{hint}")
 
 
@@ -74,9 +86,32 @@ def unknown_setting(option: str, where: str, known: Iterable[str]) -> ConfigErro
     )
 
 
+def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
+    """One sentence for a command that is not there, or an option of one."""
+    names = list(known)
+    near = closest(name, names)
+    return f"there is no {noun} {name!r}; there are {', '.join(names)}" + (
+        f"; nearest valid {noun}: {near}" if near else ""
+    )
+
+
 def closest(text: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant, for a message."""
+    """The name that was probably meant, for a message; None if none is like it.
+
+    One that begins like it, has its letters in another order, or is spelled much like it; case and hyphens are no
+    difference.
+    """
     import difflib  # noqa: PLC0415 - loaded for a message only
 
-    near = difflib.get_close_matches(text, list(names), n=1, cutoff=0.0)
-    return near[0] if near else None
+    plain = _plain(text)
+    if not plain:
+        return None
+    by_plain = {_plain(name): name for name in names}
+    likely = [name for name in by_plain if name.startswith(plain) or sorted(name) == sorted(plain)]
+    near = difflib.get_close_matches(plain, likely or by_plain, n=1, cutoff=0.0 if likely else _LIKENESS)
+    return by_plain[near[0]] if near else None
+
+
+def _plain(name: str) -> str:
+    """Of no odd length, and without what distinguishes no two names."""
+    return name[:100].lower().lstrip("-").replace("-", "_")

@@ -92,7 +92,7 @@ def test_on_a_slow_disk_the_system_prompt_is_there_before_the_kill(tmp_path: Pat
         (["--disk", "500KiB"], "--disk is '500 KiB', but must be room for twice the system prompt"),
         (["--disk", "1"], "--disk is '1 B', but must be room for twice the system prompt"),
         (["--chunk", "-1"], "--chunk"),
-        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--frobnicate"], "there is no option '--frobnicate'"),
         (["--root", "/dev/null/x"], "--root is '/dev/null/x', but must be a directory that can be made"),
     ],
 )

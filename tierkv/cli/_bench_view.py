@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tierkv.cli._bench_device import N_KINDS, DevicePlan
 from tierkv.cli._bench_device import Measured as DeviceMeasured
 from tierkv.cli._bench_plan import CHUNK_PART, THREADS_PART, Cell, Choice, FSPlan, Measured, Speeds
+from tierkv.cli._console import Console
 from tierkv.sizes import format_size
 
 

@@ -7,11 +7,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tierkv.cli._console import Console
 from tierkv.cli._demo_plan import Plan, Tally, Turn
 from tierkv.sizes import format_size
 

@@ -8,29 +8,42 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 from tierkv.cli import _bench, _bench_device, _demo, _doctor, _root, _root_clean, _tune, _tune_plan
+from tierkv.cli._parser import USAGE, Parser
 from tierkv.errors import ConfigError, TierKVError
 
-WRONG, USAGE, INTERRUPTED = 1, 2, 130
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that refuses in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"{self.prog}: {message}\n")
+WRONG, INTERRUPTED = 1, 130
+UNREAD = 128 + signal.SIGPIPE
+"""What a shell reports of a program whose reader has gone. Not 1, which says that something is wrong with the root."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 all is well, 1 it is not, 2 it could not start, 130 interrupted."""
-    arguments = _parser().parse_args(argv)
+    """Run a command.
+
+    Returns:
+        Its exit code: 0 all is well, 1 it is not, 2 it could not start, 130 interrupted, 141 nobody reads on.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both ways to stop clean up after themselves
     try:
-        code = int(arguments.run(arguments))
-        sys.stdout.flush()  # a full disk behind it, or a reader that has gone, shows here and not after us
-        return code
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk behind it, or a reader that has gone, shows here and not after us
+    except BrokenPipeError:
+        _abandon_output()
+        return UNREAD
+    except OSError as error:
+        print(f"tierkv: {error}", file=sys.stderr)
+        _abandon_output()
+        return WRONG
+
+
+def _run(argv: Sequence[str]) -> int:
+    arguments = _parser().parse(argv)
+    try:
+        return int(arguments.run(arguments))
     except TierKVError as error:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else WRONG
@@ -40,14 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return USAGE
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it once more
-        return WRONG
+        raise
     except OSError as error:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
+        _abandon_output()
         return WRONG
     except KeyboardInterrupt:
         print(f"{arguments.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _abandon_output() -> None:
+    """Where nothing can be written any more the interpreter would try once more at its end, and complain."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def _parser() -> Parser:
@@ -58,7 +82,7 @@ def _parser() -> Parser:
     _add(commands, "demo", told, (_demo.DESCRIPTION, _demo.add_arguments, _demo.run))
     told = "measure this machine's disk or device, and end in the values to set"
     bench = commands.add_parser("bench", help=told)
-    kinds = bench.add_subparsers(title="what to measure", required=True, metavar="WHAT", parser_class=Parser)
+    kinds = bench.add_subparsers(title="what to measure", required=True, metavar="KIND", parser_class=Parser)
     told = "a directory, through the fs tier"
     _add(kinds, "fs", told, (_bench.FS_DESCRIPTION, _bench.add_fs_arguments, _bench.run_fs))
     told = "copies between a device and host memory"

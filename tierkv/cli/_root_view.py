@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from tierkv.cli._console import Console
 from tierkv.sizes import format_size
 
 _PIPED_WIDTH = 160

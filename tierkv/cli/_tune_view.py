@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tierkv.cli._console import Console
 from tierkv.sizes import format_size
 
 _FILE_WIDTH = 140
