@@ -14,15 +14,14 @@ Everything wrong is one :class:`~tierkv.errors.ConfigError` of one sentence, how
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from tierkv.errors import ConfigError, bad_setting, unknown_setting
+from tierkv.errors import ConfigError, bad_setting, closest, unknown_setting
 
 MAX_LENGTH = 4_096
 MAX_DEPTH = 32
@@ -96,7 +95,7 @@ class _Text:
         self.tokens: list[tuple[str, str]] = []
         self.at = 0
         if len(text) > MAX_LENGTH:
-            raise bad_setting(option, text[:40] + "...", f"at most {MAX_LENGTH} characters long", expected)
+            raise bad_setting(option, text[:40] + "...", f"at most {MAX_LENGTH} characters long", example=expected)
         position, end = 0, len(text.rstrip())
         while position < end:
             match = _TOKEN.match(text, position)
@@ -107,7 +106,7 @@ class _Text:
             position = match.end()
 
     def wrong(self, allowed: str) -> ConfigError:
-        return bad_setting(self.option, self.text, allowed, self.expected)
+        return bad_setting(self.option, self.text, allowed, example=self.expected)
 
     def whole(self) -> Stage:
         stage = self.chain(MAX_DEPTH)
@@ -181,9 +180,9 @@ def _from_object(option: str, value: object, expected: str, depth: int) -> Stage
     if isinstance(value, str):
         return _Text(option, value, expected).whole()
     if not isinstance(value, Mapping):
-        raise bad_setting(option, _short(value), "text, or an object with a type", expected)
+        raise bad_setting(option, _short(value), "text, or an object with a type", example=expected)
     if depth == 0:
-        raise bad_setting(option, _short(value), f"at most {MAX_DEPTH} deep", expected)
+        raise bad_setting(option, _short(value), f"at most {MAX_DEPTH} deep", example=expected)
     stage = _head(option, value, expected)
     for key, item in value.items():
         if key == "order":
@@ -197,12 +196,15 @@ def _head(option: str, value: Mapping[object, object], expected: str) -> Stage:
     """A stage by an object's ``type`` and ``module_path``."""
     for key in value:
         if not isinstance(key, str):
-            raise bad_setting(option, _short(value), f"an object with names of text, unlike {_short(key)!r}", expected)
+            allowed = f"an object with names of text, unlike {_short(key)!r}"
+            raise bad_setting(option, _short(value), allowed, example=expected)
     name, module_path = value.get("type"), value.get("module_path")
     if not isinstance(name, str) or not name.strip():
-        raise bad_setting(f"{option}.type", _short(name), "the name of one", expected)
+        raise bad_setting(f"{option}.type", _short(name), "the name of one", example=expected)
     if module_path is not None and (not isinstance(module_path, str) or not module_path):
-        raise bad_setting(f"{option}.module_path", _short(module_path), "the import path of a module", "my_package")
+        raise bad_setting(
+            f"{option}.module_path", _short(module_path), "the import path of a module", example="my_package"
+        )
     stage = _named(name.strip())
     stage.module_path = module_path or stage.module_path
     return stage
@@ -272,7 +274,7 @@ class Vocabulary:
                 raise bad_setting(option, f"{stage} > {stage.inner}", f"with {stage} last: it wraps nothing", right)
             inner = (self.make(option, stage.inner),)
         elif kind.wraps and (stage.module_path is None and _plain_name(stage.name) in self._by_plain_name()):
-            raise bad_setting(option, str(stage), "followed by what it wraps", f"{stage} > {self.example}")
+            raise bad_setting(option, str(stage), "followed by what it wraps", example=f"{stage} > {self.example}")
         where = f"{option}: {stage}"
         if kind.rest is not None:
             first, arguments = kind.rest(where, stage), {}
@@ -309,12 +311,12 @@ class Vocabulary:
             option,
             _short(stage.name),
             f"{self.noun} ({', '.join(names)}, or module:Class)",
-            _nearest(stage.name, names),
+            closest(stage.name, names),
         )
 
     def _foreign(self, option: str, stage: Stage, factory: object) -> Kind:
         if not callable(factory):
-            raise bad_setting(option, stage.name, f"a class or function that makes {self.noun}", self.example)
+            raise bad_setting(option, stage.name, f"a class or function that makes {self.noun}", example=self.example)
 
         def make(*inner: object) -> object:
             made = factory(*inner, *stage.values, **stage.named)
@@ -365,8 +367,8 @@ def _attribute(option: str, module_path: str, name: str) -> object:
     try:
         return getattr(module, name)
     except AttributeError:
-        public = [each for each in vars(module) if not each.startswith("_")]
-        raise bad_setting(option, name, f"a name of the module {module_path!r}", _nearest(name, public)) from None
+        public = [each for each, made in vars(module).items() if not each.startswith("_") and callable(made)]
+        raise bad_setting(option, name, f"a name of the module {module_path!r}", closest(name, public)) from None
 
 
 def _not_loaded(option: str, name: str, where: str, error: Exception) -> ConfigError:
@@ -383,8 +385,3 @@ def _one_line(error: Exception) -> str:
 
 def _plain_name(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
-
-
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    near = difflib.get_close_matches(name.lower()[:100], sorted(set(names)), n=1, cutoff=0.0)
-    return near[0] if near else None

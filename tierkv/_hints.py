@@ -145,7 +145,7 @@ class Hints:
 
 def _check(hint: object) -> None:
     if not isinstance(hint, Hint) or (hint.ttl_s is None and hint not in (Hint.DEAD, Hint.KEEP)):
-        raise bad_setting("hint", hint, "Hint.DEAD, Hint.KEEP or Hint.TTL(seconds)", "Hint.DEAD")
+        raise bad_setting("hint", hint, "Hint.DEAD, Hint.KEEP or Hint.TTL(seconds)")
 
 
 def _held(entry: Entry) -> bool:

@@ -92,14 +92,16 @@ def namespace_of(given: bytes | None, chunker: Chunker) -> bytes:
             raise ConfigError("namespace is missing: give TieredCache one, or a chunker that has one")
         return bytes(namespace.to_bytes())
     if not isinstance(given, bytes):
-        raise bad_setting("namespace", given, "bytes", "Namespace(...).to_bytes()")
+        raise bad_setting("namespace", given, "bytes", example="Namespace(...).to_bytes()")
     return given
 
 
 def capacities_of(levels: object, chunk_nbytes: int) -> list[int]:
     """Capacities in bytes, 0 for a tier's own default. Raises ConfigError before anything is opened."""
     if isinstance(levels, Level) or not isinstance(levels, (list, tuple)) or not levels:
-        raise bad_setting("levels", levels, "a list of at least one tierkv.Level, fastest first", "[Level(...)]")
+        raise bad_setting(
+            "levels", levels, "a list of at least one tierkv.Level, fastest first", example="[Level(...)]"
+        )
     for i, level in enumerate(levels):
         _check_level(i, level)
     names = [level.tier.name for level in levels]
@@ -116,21 +118,22 @@ def capacities_of(levels: object, chunk_nbytes: int) -> list[int]:
 def _check_level(i: int, level: object) -> None:
     """Raise ConfigError for what is no level, or has parts that are none."""
     if not isinstance(level, Level):
-        raise bad_setting(f"levels[{i}]", level, "a tierkv.Level", "Level(tier, policy=LRU(), capacity=...)")
+        raise bad_setting(f"levels[{i}]", level, "a tierkv.Level", example="Level(tier, policy=LRU(), capacity=...)")
     tier, policy, admission = level.tier, level.policy, level.admission
     if not _offers(tier, "open", "contains", "read", "write", "delete", "aclose"):
-        raise bad_setting(f"levels[{i}].tier", tier, "a tier", "CPUTier()")
+        raise bad_setting(f"levels[{i}].tier", tier, "a tier", example="CPUTier()")
     if not _is_text(tier.name):
-        raise bad_setting(f"levels[{i}].tier.name", tier.name, "text", "cpu")
+        raise bad_setting(f"levels[{i}].tier.name", tier.name, "text", example="cpu")
     if i == 0 and not isinstance(tier, HostTier):
-        raise bad_setting("levels[0].tier", tier, "a tier in host memory (CPUTier, MemoryTier)", "CPUTier()")
+        raise bad_setting("levels[0].tier", tier, "a tier in host memory (CPUTier, MemoryTier)", example="CPUTier()")
     if not _offers(policy, "on_insert", "on_access", "on_remove", "victims"):
-        raise bad_setting(f"{tier.name}.policy", policy, "an order of tierkv.policies", "LRU()")
+        raise bad_setting(f"{tier.name}.policy", policy, "an order of tierkv.policies", example="LRU()")
     if admission is not None and not _offers(admission, "admits"):
-        raise bad_setting(f"{tier.name}.admission", admission, "a rule of tierkv.admission, or None", None)
+        raise bad_setting(f"{tier.name}.admission", admission, "a rule of tierkv.admission, or None")
     if not isinstance(level.writes, Writes):
-        nearest = closest(str(level.writes).upper(), [each.name for each in Writes])
-        raise bad_setting(f"{tier.name}.writes", level.writes, " or ".join(map(str, Writes)), f"Writes.{nearest}")
+        nearest = closest(str(level.writes), [each.name for each in Writes])
+        known = " or ".join(map(str, Writes))
+        raise bad_setting(f"{tier.name}.writes", level.writes, known, nearest and f"Writes.{nearest}")
 
 
 def _capacity_of(level: Level, chunk_nbytes: int) -> int:
@@ -151,16 +154,16 @@ def check_rest(
 ) -> MoverLimits:
     """The limits, once everything that is neither size nor level has been found right. Raises ConfigError."""
     if not _offers(chunker, "chunks"):
-        raise bad_setting("chunker", chunker, "a chunker", "PrefixChunker(namespace=Namespace(...))")
+        raise bad_setting("chunker", chunker, "a chunker", example="PrefixChunker(namespace=Namespace(...))")
     if device is not None and not _offers(device, "attach", "check", "store_chunks", "load_chunks", "close"):
-        raise bad_setting("device", device, "a device tier, or None", None)
+        raise bad_setting("device", device, "a device tier, or None")
     if on_event is not None and not callable(on_event):
-        raise bad_setting("on_event", on_event, "a function of one event, or None", None)
+        raise bad_setting("on_event", on_event, "a function of one event, or None")
     if not callable(clock):
-        raise bad_setting("clock", clock, "a function that gives seconds", "time.monotonic")
+        raise bad_setting("clock", clock, "a function that gives seconds", example="time.monotonic")
     limits = MoverLimits() if limits is None else limits
     if not isinstance(limits, MoverLimits):
-        raise bad_setting("limits", limits, "a tierkv.MoverLimits, or None", "MoverLimits()")
+        raise bad_setting("limits", limits, "a tierkv.MoverLimits, or None", example="MoverLimits()")
     return MoverLimits(
         deadline_s=parse_seconds("limits.deadline_s", limits.deadline_s, 0.001),
         n_batches=parse_count("limits.n_batches", limits.n_batches, 1, 1_024),

@@ -220,7 +220,7 @@ def parse_admission(
     def rules(where: str, stage: Stage) -> tuple[object, ...]:
         listed = stage.named.get("rules") if not stage.values and set(stage.named) == {"rules"} else stage.values
         if (stage.named and listed is stage.values) or not isinstance(listed, (list, tuple)) or not listed:
-            raise bad_setting(where, stage.named or None, "given at least one rule", f"{stage}(second_touch)")
+            raise bad_setting(where, stage.named or None, "given at least one rule", example=f"{stage}(second_touch)")
         return tuple(
             vocabulary.make(option, rule if isinstance(rule, Stage) else read_stage(option, rule, "second_touch"))
             for rule in listed
@@ -233,12 +233,12 @@ def parse_admission(
 
 def _check_rule(option: str, rule: object) -> None:
     if isinstance(rule, type) or not callable(getattr(rule, "admits", None)):
-        raise bad_setting(option, rule, "an admission rule, with a method admits(chunk)", "SecondTouch()")
+        raise bad_setting(option, rule, "an admission rule, with a method admits(chunk)", example="SecondTouch()")
 
 
 def _checked(option: str, rules: Sequence[Admission]) -> tuple[Admission, ...]:
     if not rules:
-        raise bad_setting(option, (), "given at least one rule", f"{option}(SecondTouch())")
+        raise bad_setting(option, (), "given at least one rule", example=f"{option}(SecondTouch())")
     for rule in rules:
         _check_rule(option, rule)
     return tuple(rules)
@@ -255,5 +255,5 @@ def _parse_rate(option: str, value: object) -> tuple[int, int]:
     period_s = _PERIODS_S.get(period.strip().lower())
     if not slash or period_s is None:
         allowed = f"a size a time, where the time is one of {', '.join(_PERIODS_S)}"
-        raise bad_setting(option, value, allowed, "300GB/day")
+        raise bad_setting(option, value, allowed, example="300GB/day")
     return parse_size(option, size), period_s

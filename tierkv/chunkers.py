@@ -22,7 +22,7 @@ from typing import Final
 
 from tierkv.errors import ConfigError, bad_setting, closest
 from tierkv.namespace import Namespace, pack
-from tierkv.settings import parse_count
+from tierkv.settings import meant_number, parse_count
 from tierkv.sizes import parse_size
 from tierkv.types import Chunk, ChunkKey
 
@@ -101,7 +101,7 @@ class PrefixChunker:
         partial: bool = False,
     ) -> None:
         if not isinstance(namespace, Namespace):
-            raise bad_setting("namespace", namespace, "a tierkv.Namespace", 'Namespace(model="...")')
+            raise bad_setting("namespace", namespace, "a tierkv.Namespace", example='Namespace(model="...")')
         if hash not in tuple(_HASHES):
             nearest = closest(str(hash), _HASHES)
             raise bad_setting("hash", hash, " or ".join(map(repr, _HASHES)), nearest)
@@ -199,8 +199,9 @@ def blocks_by_group(option: str, tokens_per_chunk: object, tokens_per_block: Map
     try:
         size = parse_count(option, tokens_per_chunk, 1, _MOST_TOKENS)
     except ConfigError as error:
-        guess = min(max(_as_count(tokens_per_chunk), 1), _MOST_TOKENS)
-        raise bad_setting(option, tokens_per_chunk, allowed, max(round(guess / unit), 1) * unit) from error
+        meant = meant_number(tokens_per_chunk)
+        n_units = 0 if meant is None else max(round(min(max(meant, 1), _MOST_TOKENS) / unit), 1)
+        raise bad_setting(option, tokens_per_chunk, allowed, n_units * unit or None) from error
     below = size // unit * unit
     if below != size:
         nearest = f"{below} or {below + unit}" if below else unit
@@ -216,13 +217,6 @@ def _blocks_per_chunk(group: int, tokens_per_block: int, blocks: int | None, tok
         return blocks_by_group("tokens_per_chunk", tokens, {group: tokens_per_block})[group]
     blocks = _DEFAULT_BLOCKS_PER_CHUNK if blocks is None else blocks
     return parse_count("blocks_per_chunk", blocks, 1, _MOST_TOKENS // tokens_per_block)
-
-
-def _as_count(value: object) -> int:
-    try:
-        return int(value)  # type: ignore[call-overload,no-any-return]
-    except (TypeError, ValueError, OverflowError):
-        return 1
 
 
 def _little_endian_u64(tokens: Sequence[int]) -> memoryview:

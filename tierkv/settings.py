@@ -1,6 +1,7 @@
 """Numbers that come from configuration: counts and seconds, checked once, before anything is created.
 
-Every refusal is a :class:`~tierkv.errors.ConfigError` with option, value, range and the nearest valid value.
+Every refusal is a :class:`~tierkv.errors.ConfigError` with option, value, range and, if the value has one, the nearest
+valid value.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ def parse_count(option: str, value: object, low: int, high: int) -> int:
     Booleans, floats (64.0 too) and strings are refused: a count that went through one of them was not meant as a count.
 
     Raises:
-        ConfigError: anything else, with the nearest value in the range.
+        ConfigError: anything else; for what is some number, with the nearest one in the range.
     """
     number = as_integer(value)
     if number is not None and low <= number <= high:
         return number
-    guess = _nearest(value if number is None else number, low)
-    raise bad_setting(option, value, f"a whole number from {low} to {high}", round(min(max(guess, low), high)))
+    guess = meant_number(value if number is None else number)
+    nearest = None if guess is None else round(min(max(guess, low), high))
+    raise bad_setting(option, value, f"a whole number from {low} to {high}", nearest)
 
 
 def parse_seconds(option: str, value: object, low: float = 0.0, high: float = _LONGEST_S) -> float:
@@ -39,8 +41,9 @@ def parse_seconds(option: str, value: object, low: float = 0.0, high: float = _L
     number = float(value) if isinstance(value, float) else as_integer(value)
     if number is not None and low <= number <= high:
         return float(number)
-    nearest = min(max(_nearest(value if number is None else number, low), low), high)
-    raise bad_setting(option, value, f"a number of seconds from {low:g} to {high:g}", f"{nearest:g}")
+    guess = meant_number(value if number is None else number)
+    nearest = None if guess is None else f"{min(max(guess, low), high):g}"
+    raise bad_setting(option, value, f"a number of seconds from {low:g} to {high:g}", nearest)
 
 
 def as_integer(value: object) -> int | None:
@@ -53,13 +56,15 @@ def as_integer(value: object) -> int | None:
         return None
 
 
-def _nearest(value: object, fallback: float) -> float:
-    """What the user probably meant, as a number; ``fallback`` if that cannot be told."""
+def meant_number(value: object) -> float | None:
+    """What the user probably meant, as a number; None if that cannot be told."""
+    if not isinstance(value, (int, float, str)):
+        return None
     try:
-        guess = float(value) if isinstance(value, (int, float, str)) else fallback
+        guess = float(value)
     except OverflowError:
         # An int too large for float still has a sign to go by.
         return math.inf if isinstance(value, int) and value > 0 else -math.inf
     except ValueError:
-        return fallback
-    return fallback if math.isnan(guess) else guess
+        return None
+    return None if math.isnan(guess) else guess

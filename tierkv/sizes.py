@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from tierkv.errors import ConfigError, bad_setting, closest
+from tierkv.errors import ConfigError, bad_setting
 from tierkv.settings import as_integer
 
 _PREFIXES = "KMGTPE"
@@ -18,6 +18,7 @@ _BY_UPPER = {name.upper(): name for name in _UNITS}
 _LARGEST_NBYTES = 2**63 - 1
 """What a file offset can hold."""
 _NUMBER_AND_UNIT = re.compile(r"\s*([+-]?[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]*)\s*")
+_LIKE_A_UNIT = re.compile(r"([KMGTPE])(I|B|$|ILO|EG|ERA|ETA|XA)")
 _ALLOWED = 'a whole number of bytes, or a number with a unit (B, KB .. EB, KiB .. EiB) such as "8GiB"'
 
 
@@ -38,7 +39,8 @@ def parse_size(option: str, value: object, *, low: int = 1) -> int:
     n = _parse_text(option, value, low) if isinstance(value, str) else as_integer(value)
     if n is not None and low <= n <= _LARGEST_NBYTES:
         return n
-    raise _refusal(option, value, low, min(max(_guess(value, low) if n is None else n, low), _LARGEST_NBYTES))
+    meant = _meant(value) if n is None else n
+    raise _refusal(option, value, low, None if meant is None else min(max(meant, low), _LARGEST_NBYTES))
 
 
 def format_size(nbytes: int) -> str:
@@ -56,22 +58,33 @@ def format_size(nbytes: int) -> str:
 def _parse_text(option: str, text: str, low: int) -> int:
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if match is None:
-        raise _refusal(option, text, low, max(low, 1))
+        raise _refusal(option, text, low, None)
     number, unit = match.groups()
     name = _BY_UPPER.get(unit.upper() or "B")
     if name is None:
-        near = _BY_UPPER[closest(unit.upper(), _BY_UPPER) or "B"]
+        near = _unit_meant(unit.upper())
         is_positive = number.strip("+0.") and not number.startswith("-")
-        raise _refusal(option, text, low, f"{number}{near}" if is_positive else low)
+        raise _refusal(option, text, low, (near and f"{number}{near}") if is_positive else low)
     digits, _, decimals = number.partition(".")
     # Integers throughout: 0.1 MB is 100,000 bytes, which a float product need not be.
     return int(digits + decimals) * _UNITS[name] // int("1" + "0" * len(decimals))
 
 
-def _guess(value: object, low: int) -> int:
-    if isinstance(value, float) and not math.isnan(value):
-        return round(value) if math.isfinite(value) else (_LARGEST_NBYTES if value > 0 else low)
-    return int(value) if isinstance(value, bool) else low
+def _unit_meant(unit: str) -> str | None:
+    """A unit that is written like one of ours, or as a word."""
+    if unit.startswith("BYTE"):
+        return "B"
+    match = _LIKE_A_UNIT.match(unit)
+    return None if match is None else f"{match[1]}{'iB' if match[2].startswith('I') else 'B'}"
+
+
+def _meant(value: object) -> int | None:
+    """The bytes that a number of the wrong kind says; None for what is no number."""
+    if isinstance(value, bool):
+        return int(value)
+    if not isinstance(value, float) or math.isnan(value):
+        return None
+    return round(value) if math.isfinite(value) else (_LARGEST_NBYTES if value > 0 else -1)
 
 
 def _refusal(option: str, value: object, low: int, nearest: object) -> ConfigError:

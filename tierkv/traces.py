@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, NamedTuple
 
-from tierkv.errors import ConfigError, bad_setting
-from tierkv.settings import as_integer
+from tierkv.errors import ConfigError
+from tierkv.settings import as_integer, parse_count
 
 VERSION: Final = 1
 KEY: Final = "tierkv_trace"
@@ -223,7 +223,4 @@ def _shown(line: bytes) -> str:
 
 def check_tokens_per_block(option: str, value: object) -> int:
     """Raise ConfigError unless it is a number of tokens that a block may have."""
-    number = as_integer(value)
-    if number is None or not 1 <= number <= 1 << 20:
-        raise bad_setting(option, value, "a whole number of tokens from 1 to 1048576", MOONCAKE_TOKENS)
-    return number
+    return parse_count(option, value, 1, 1 << 20)

@@ -304,7 +304,10 @@ def test_canonical_layout_is_shared_across_ranks() -> None:
         ({"tokens_per_chunk": -1}, "nearest valid value: 16"),
         ({"tokens_per_chunk": "64"}, "nearest valid value: 64"),
         ({"tokens_per_chunk": 64.0}, "nearest valid value: 64"),
-        ({"tokens_per_chunk": float("nan")}, "nearest valid value: 16"),
+        (
+            {"tokens_per_chunk": float("nan")},
+            "nan, but must be a positive multiple of 16 (tokens per block: 16 in group 0)",
+        ),
         ({"tokens_per_chunk": True}, "nearest valid value: 16"),
         ({"tokens_per_chunk": 128, "blocks_per_chunk": 8}, "nearest valid value: blocks_per_chunk=8 alone"),
         ({"blocks_per_chunk": 0}, "blocks_per_chunk is 0, but must be a whole number from 1 to 1048576"),

@@ -143,11 +143,12 @@ def test_rules_that_are_arguments_are_built() -> None:
         (parse_policy, "math:pi", "that makes an eviction order"),
         (parse_admission, "secnd_touch", "nearest valid value: second_touch"),
         (parse_admission, "second_touch > max_size(5)", "wraps nothing"),
-        (parse_admission, "write_budget(300GB)", "nearest valid value: 300GB/day"),
+        (parse_admission, "write_budget(300GB)", "for example: 300GB/day"),
         (parse_admission, "write_budget(300GB/decade)", "year"),
         (parse_admission, "all()", "at least one rule"),
         (parse_admission, "all(5)", "text, or an object"),
-        (parse_admission, "all(second_touch, nobody)", "nearest valid value"),
+        (parse_admission, "all(second_touch, nobody)", "is 'nobody', but must be an admission rule (all, any, "),
+        (parse_policy, "tierkv.policies:LRUU", "nearest valid value: LRU"),
         (parse_admission, "os:getcwd", "admits"),
     ],
 )
@@ -158,6 +159,24 @@ def test_mistakes_say_what_is_meant(parse: Callable[[str, object], object], valu
     assert said in str(caught.value)
     assert "the_option" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [
+        ("nobody", "an eviction order (2q, arc, fifo, leaf_first, lfu, lru, mq, quota, s3fifo, sieve, ttl, two_q"),
+        ("tierkv.policies:Nope", "a name of the module 'tierkv.policies'"),
+        ("arc(half)", "a whole number from 1 to "),
+        ("ttl(long) > lru", "a number of seconds from 0.001 to "),
+        ("ttl(5 > lru", "written with ',' or ')' after each argument of ttl"),
+    ],
+)
+def test_what_is_near_nothing_has_no_nearest(value: str, allowed: str) -> None:
+    """It says what is allowed, and does not send anybody to a value that happens to be first."""
+    with pytest.raises(ConfigError) as caught:
+        parse_policy("the_option", value)
+    assert allowed in str(caught.value)
+    assert "nearest" not in str(caught.value)
 
 
 # -- others' orders -------------------------------------------------------------------------------------------------

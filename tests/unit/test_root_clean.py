@@ -567,7 +567,9 @@ async def test_links_are_not_followed_out_of_the_root(
     ("arguments", "sentence"),
     [
         (["gc", "missing"], "ROOT is 'missing', but must be a directory that can be read"),
-        (["gc", ".", "--unread-for", "soon"], "--unread-for is 'soon', but must be a number of s, min"),
+        (["gc", ".", "--unread-for", "soon"], "but must be a number and one of s, min, h, d and w; for example: 7d"),
+        (["gc", ".", "--unread-for", "12 hours"], "--unread-for is '12 hours', but must be "),
+        (["gc", ".", "--unread-for", "12 hours"], "; nearest valid value: 12h"),
         (["gc", ".", "--capacity", "-1"], "--capacity is '-1', but must be"),
         (["wipe", ".", "--namespace", "xyz"], "--namespace is 'xyz', but must be up to 32 hexadecimal digits"),
     ],

@@ -314,6 +314,40 @@ def test_the_report_of_bench_says_how_fast_the_disk_is(chat: Path, tmp_path: Pat
     assert report["settings"]["secondary_tiers"][0]["root_dir"] == "/nvme/kv"
 
 
+def test_the_report_of_a_device_is_not_taken_for_a_disk(chat: Path, tmp_path: Path) -> None:
+    """Its speeds are others, and it names no directory."""
+    (tmp_path / "bench.json").write_text(BenchReport("device", "cpu", [TierSpeed("device", 1, 1.0, 1.0)]).to_json())
+    with pytest.raises(ConfigError, match=r"but must be what tierkv bench fs --json wrote, not bench device$"):
+        report_of(chat, "--bench", str(tmp_path / "bench.json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "--prefill and --token-size and --bench (or --read)"),
+        (["--read", "1GB/s", "--prefill", "5000"], "--token-size"),
+        (["--read", "1GB", "--token-size", "1KiB"], "--prefill"),
+        (["--token-size", "1KiB"], "--prefill and --bench (or --read)"),
+    ],
+)
+def test_what_is_left_out_is_named_and_nothing_else(given: list[str], said: str, chat: Path) -> None:
+    """Whether disk pays takes three numbers: those that were not given are asked for."""
+    report = report_of(chat, *given, "--policies", "lru", "--capacities", "60%")
+    assert report["why"][-1].endswith(f"; whether that pays can be told with {said}")
+
+
+def test_blocks_that_do_not_fit_the_engine_are_said(tmp_path: Path) -> None:
+    """With a block of the engine that nobody named and that does not fit, the reasons say why there is no advice."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(LINE.replace("600", "40") for _ in range(3)))
+    plan = ["tune", str(path), "--tokens-per-block", "24", "--jobs", "1", "--policies", "lru", "--capacities", "100%"]
+    report = tune(plan_from(_parser().parse([*plan, "--memory", "100%"])))
+    assert "blocks_per_chunk" not in report["settings"]
+    assert any("blocks of 24 tokens are no multiple of 16" in why for why in report["why"])
+    report = tune(plan_from(_parser().parse([*plan, "--memory", "100%", "--engine-block", "8"])))
+    assert report["settings"]["blocks_per_chunk"] == 3
+
+
 @pytest.mark.parametrize("name", ["curves.svg", "curves.html"])
 def test_the_drawing_has_a_curve_for_each_order(name: str, chat: Path, tmp_path: Path) -> None:
     """Well-formed, one curve an order and the bound, the highest capacity's misses written beside them."""
@@ -399,11 +433,21 @@ def test_a_torn_last_line_of_a_recorder_is_passed_over() -> None:
         (["{chat}", "--capacities", "8GiB"], "--token-size does not say"),
         (["{chat}", "--memory", "1KiB", "--token-size", "1MiB"], "room for one of the trace's"),
         (["{chat}", "--disk", "ten"], "--disk is 'ten'"),
-        (["{chat}", "--jobs", "0"], "--jobs is '0'"),
+        (["{chat}", "--capacities", "many%"], "up to 100%; for example: 5%"),
+        (["{chat}", "--jobs", "0"], "--jobs is 0, but must be a whole number from 1 to 256; nearest valid value: 1"),
+        (["{chat}", "--jobs", "300"], "nearest valid value: 256"),
+        (["{chat}", "--jobs", "half"], "--jobs is 'half', but must be a whole number from 1 to 256\n"),
+        (["{chat}", "--prefill", "fast"], "--prefill is 'fast', but must be a number of prompt tokens a second"),
+        (["{chat}", "--prefill", "0"], "--prefill is '0', but must be a number of prompt tokens a second, over 0"),
+        (["{chat}", "--read", "0"], "--read is '0', but must be what the disk moves in a second, over 0; for example"),
+        (["{chat}", "--write", "fast"], "--write is 'fast', but must be what the disk moves in a second"),
+        (["{chat}", "--engine-block", "7"], "a divisor of the trace's 64 tokens a block; nearest valid value: 8"),
+        (["{chat}", "--engine-block", "half"], "--engine-block is 'half', but must be a whole number"),
+        (["{chat}", "--tokens-per-block", "half"], "--tokens-per-block is 'half', but must be a whole number"),
         (["{chat}", "--plot", "a.pdf"], "--plot is 'a.pdf'"),
         (["{chat}", "--plot", "/none/a.svg"], "--plot is '/none/a.svg'"),
         (["{chat}", "--bench", "{chat}"], "--bench is "),
-        (["{chat}", "--polices", "lru"], "unrecognized arguments"),
+        (["{chat}", "--polices", "lru"], "there is no option '--polices'"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(
@@ -412,9 +456,9 @@ def test_a_wrong_option_is_one_sentence(
     """Each wrong setting is refused before anything is replayed, in one sentence."""
     given = [each.format(folder=tmp_path, chat=chat) for each in arguments]
     with pytest.raises((ConfigError, SystemExit)) as caught:
-        plan_from(_parser().parse_args(["tune", *given, "--tokens-per-block", str(TOKENS)]))
+        plan_from(_parser().parse(["tune", "--tokens-per-block", str(TOKENS), *given]))
     said = str(caught.value) if isinstance(caught.value, ConfigError) else capsys.readouterr().err
-    assert message in said
+    assert message in f"{said}\n"
     assert len(said.strip().splitlines()) == 1
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tierkv.cli._bench_plan import Choice, FSPlan, Measured, choose, speeds_with
 from tierkv.cli._bench_report import BenchReport
 from tierkv.cli._quick import add_options, given, parse_integer
-from tierkv.errors import bad_setting
+from tierkv.errors import bad_setting, closest
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
 
@@ -141,7 +141,7 @@ def _layout(text: str) -> str:
     from tierkv.tiers._fs.wishes import LAYOUTS  # noqa: PLC0415 - needs the extra fs
 
     if text not in LAYOUTS:
-        raise bad_setting("--layout", text, f"one of {', '.join(LAYOUTS)}", LAYOUTS[0])
+        raise bad_setting("--layout", text, f"one of {', '.join(LAYOUTS)}", closest(text, LAYOUTS))
     return text
 
 

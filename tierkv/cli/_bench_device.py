@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block", metavar="SIZE", help="bytes of one KV block in all layers, to end in blocks_per_chunk"
     )
     parser.add_argument("--quick", action="store_true", help="a few seconds: tells orders of magnitude apart, no more")
-    parser.add_argument("--json", action="store_true", help="the report as JSON, which tierkv tune --bench reads")
+    parser.add_argument("--json", action="store_true", help="the report as JSON")
 
 
 def plan_from(arguments: argparse.Namespace) -> DevicePlan:

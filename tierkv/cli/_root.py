@@ -294,7 +294,7 @@ def _part(option: str, text: str) -> float:
     except ValueError:
         part = math.nan
     if not 0 < part <= 1:
-        raise bad_setting(option, text, "a number over 0, and 1 at most", 1 if not part <= 0 else 0.01)
+        raise bad_setting(option, text, "a number over 0, and 1 at most", 1 if part > 1 else None, example="0.01")
     return part
 
 

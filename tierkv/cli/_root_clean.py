@@ -31,6 +31,7 @@ Removes everything that tierkv has in a directory, or in one namespace of it; wh
 the directory. Refuses while an engine uses it. Asks on a terminal; elsewhere --yes is needed."""
 
 _AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h|d|w)?")
+_LIKE_AN_AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 WIPED: Final = "wiped"
 MOST_NAMED: Final = 20
@@ -128,7 +129,9 @@ def parse_age(option: str, text: str) -> float:
     """Seconds, from text such as 7d, 12h, 30min or 90. Raises ConfigError."""
     match = _AGE.fullmatch(text.strip().lower())
     if match is None:
-        raise bad_setting(option, text, "a number of s, min, h, d or w", "7d")
+        like = _LIKE_AN_AGE.match(text.strip().lower())
+        near = None if like is None else like[1] + ("min" if like[2] == "m" else like[2])
+        raise bad_setting(option, text, "a number and one of s, min, h, d and w", near, example="7d")
     return float(match[1]) * _UNITS[match[2] or "s"]
 
 

@@ -154,8 +154,9 @@ class _Run:
             + (f"; another is taken only for {WORTH_POINTS} points more" if order == DEFAULT_ORDER else ""),
             f"capacity: {disk.text} of disk below it makes that {disk_percent:.2f} %",
             "writes: " + "; ".join(f"{one['writes']} {_written(one)}" for one in (cascade, demote)),
-            f"blocks_per_chunk: chunks of {n_blocks * plan.tokens:,} tokens cost less than {WORTH_POINTS} points",
-            _disk_words(weight),
+            f"blocks_per_chunk: chunks of {n_blocks * plan.tokens:,} tokens cost less than {WORTH_POINTS} points"
+            + _why_no_blocks(plan),
+            _disk_words(weight, plan),
         ]
         return {"disk": weight._asdict(), "settings": advised, "why": why}
 
@@ -188,7 +189,14 @@ def _written(result: Mapping[str, Any]) -> str:
     return f"hits {result['token_hit_percent']:.2f} % with {result['n_written']:,} chunks written"
 
 
-def _disk_words(disk: Disk) -> str:
+def _why_no_blocks(plan: TunePlan) -> str:
+    if plan.engine_blocks is not None:
+        return ""
+    which = f"the trace's blocks of {plan.tokens:,} tokens are no multiple of {plan.engine_tokens}"
+    return f"; how many blocks of the engine those are, --engine-block can tell: {which}"
+
+
+def _disk_words(disk: Disk, plan: TunePlan) -> str:
     """Whether disk pays, in one sentence."""
     if disk.gained_tokens <= 0:
         return "disk: it adds no hits, so it does not pay"
@@ -201,7 +209,12 @@ def _disk_words(disk: Disk) -> str:
         )
     if disk.least_read_nbytes_per_s is not None:
         return f"disk: it pays if it reads more than {format_size(int(disk.least_read_nbytes_per_s))} a second"
+    unsaid = {
+        "--prefill": disk.prefill_s is None,
+        "--token-size": plan.block_nbytes is None,
+        "--bench (or --read)": plan.bench is None and plan.speeds.read_nbytes_per_s is None,
+    }
     return (
         f"disk: it saves {disk.gained_tokens:,} tokens of prefill for {disk.read_tokens:,} read; "
-        "--prefill, --token-size and --bench (or --read) tell whether that pays"
+        f"whether that pays can be told with {' and '.join(name for name, missing in unsaid.items() if missing)}"
     )

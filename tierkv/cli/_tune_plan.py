@@ -11,14 +11,18 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tierkv.cli._bench_report import BenchReport
+from tierkv.cli._quick import parse_integer
 from tierkv.cli._tune_replay import told
 from tierkv.errors import ConfigError, bad_setting
 from tierkv.policies.parse import parse_policy
+from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
-from tierkv.traces import Trace, check_tokens_per_block, read_traces
+from tierkv.traces import Header, Trace, check_tokens_per_block, read_traces
 
 ORDERS = "lru, mq, arc, 2q, s3fifo, fifo, lfu, sieve"
 CAPACITIES = "1%, 2%, 5%, 10%, 20%, 50%"
+ENGINE_TOKENS = 16
+"""Of a block, where neither the trace nor the user says."""
 _MOST = 64
 _MOST_PROCESSES = 256
 PLOTS = (".html", ".svg", ".png")
@@ -69,7 +73,7 @@ class TunePlan(NamedTuple):
         if self.trace.header.blocks_per_chunk is not None:
             return self.trace.header.blocks_per_chunk
         n_blocks, rest = divmod(self.tokens, self.engine_tokens)
-        return n_blocks if not rest and n_blocks else None
+        return n_blocks if not rest else None
 
 
 def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +94,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     add("--disk", metavar="SIZE", help="the disk below it (default: what reaches nine tenths of an endless cache)")
     add("--token-size", metavar="SIZE", help="bytes of KV cache a token, over all workers (default: the trace's)")
     add("--tokens-per-block", metavar="N", help="tokens of a block of the trace (default: what it says, or 512)")
-    add("--engine-block", metavar="N", default="16", help="tokens of a block of the engine (default 16)")
+    add("--engine-block", metavar="N", help="tokens of a block of the engine (default: the trace's, or 16)")
     add("--prefill", metavar="N", help="prompt tokens that the engine computes in a second")
     add("--read", metavar="SIZE", help="bytes that the disk reads in a second")
     add("--write", metavar="SIZE", help="bytes that the disk writes in a second")
@@ -103,16 +107,17 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
 def plan_from(arguments: argparse.Namespace) -> TunePlan:
     """Check the options and read the trace. Raises ConfigError."""
     policies = _policies(arguments.policies)
-    engine_tokens = _count("--engine-block", arguments.engine_block, 1 << 20)
     n_processes = len(os.sched_getaffinity(0))
     if arguments.jobs is not None:
-        n_processes = _count("--jobs", arguments.jobs, _MOST_PROCESSES)
+        n_processes = parse_count("--jobs", parse_integer(arguments.jobs), 1, _MOST_PROCESSES)
     tokens = arguments.tokens_per_block
     if tokens is not None:
-        tokens = check_tokens_per_block("--tokens-per-block", _whole(tokens))
+        tokens = check_tokens_per_block("--tokens-per-block", parse_integer(tokens))
     token_nbytes = None if arguments.token_size is None else parse_size("--token-size", arguments.token_size)
-    bench = None if arguments.bench is None else BenchReport.load("--bench", arguments.bench)
-    speeds = Speeds(*(_speed(f"--{name}", getattr(arguments, name)) for name in ("prefill", "read", "write")))
+    bench = None if arguments.bench is None else _bench(arguments.bench)
+    speeds = Speeds(
+        _rate("--prefill", arguments.prefill), _speed("--read", arguments.read), _speed("--write", arguments.write)
+    )
     if arguments.plot is not None:
         _check_plot(arguments.plot)
     trace = read_traces("TRACE", [sys.stdin.buffer if name == "-" else name for name in arguments.trace], tokens)
@@ -124,6 +129,7 @@ def plan_from(arguments: argparse.Namespace) -> TunePlan:
     memory = capacity("--memory", arguments.memory)
     disk = None if arguments.disk is None else capacity("--disk", arguments.disk)
     asked = [capacity("--capacities", text) for text in _split("--capacities", arguments.capacities)]
+    engine_tokens = _engine_tokens(arguments.engine_block, trace.header)
     return TunePlan(
         trace, arguments.trace, policies, sorted({each.n_blocks: each for each in asked}.values(), key=lambda c: c[1]),
         memory, disk, block_nbytes, engine_tokens, speeds, bench, n_processes, arguments.plot,
@@ -162,13 +168,14 @@ def _capacity(option: str, text: str, trace: Trace, block_nbytes: int | None) ->
         except (ValueError, ZeroDivisionError):
             percent = Fraction(0)
         if not 0 < percent <= 100:
-            raise bad_setting(option, text, "a size, or a percentage above 0% and up to 100%", "5%")
+            near = "100%" if percent > 100 else None
+            raise bad_setting(option, text, "a size, or a percentage above 0% and up to 100%", near, example="5%")
         n_blocks = int(n_unique * percent / 100)
     else:
         nbytes = parse_size(option, text)
         if block_nbytes is None:
             allowed = "a percentage of the trace's blocks, as long as --token-size does not say what a token takes"
-            raise bad_setting(option, text, allowed, "5%")
+            raise bad_setting(option, text, allowed, example="5%")
         n_blocks = nbytes // block_nbytes
     if n_blocks < 1:
         least = f"{Fraction(100, n_unique).__ceil__()}%" if block_nbytes is None else format_size(block_nbytes)
@@ -188,19 +195,49 @@ def _check_plot(path: str) -> None:
         raise ConfigError(f"--plot is {path!r}, but must be a file in a directory that can be written to")
 
 
-def _speed(option: str, text: str | None) -> float | None:
-    return None if text is None else float(parse_size(option, text))
+def _bench(path: str) -> BenchReport:
+    bench = BenchReport.load("--bench", path)
+    if bench.what != "fs":
+        raise bad_setting("--bench", path, f"what tierkv bench fs --json wrote, not bench {bench.what}")
+    return bench
 
 
-def _count(option: str, text: str, high: int) -> int:
-    number = _whole(text)
-    if not isinstance(number, int) or not 1 <= number <= high:
-        raise bad_setting(option, text, f"a whole number from 1 to {high}", 1)
-    return number
-
-
-def _whole(text: str) -> object:
+def _rate(option: str, text: str | None) -> float | None:
+    """Tokens a second."""
+    if text is None:
+        return None
     try:
-        return int(text)
+        rate = float(text)
     except ValueError:
-        return text
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise bad_setting(option, text, "a number of prompt tokens a second, over 0", example="12000")
+    return rate
+
+
+def _speed(option: str, text: str | None) -> float | None:
+    """Bytes a second."""
+    if text is None:
+        return None
+    try:
+        return float(parse_size(option, text.removesuffix("/s")))
+    except ConfigError:
+        raise bad_setting(option, text, "what the disk moves in a second, over 0", example="2GiB") from None
+
+
+def _engine_tokens(text: str | None, header: Header) -> int:
+    """Tokens of a block of the engine: what was typed, if the trace's blocks are whole ones of it; else what it says.
+
+    Where neither says anything the trace's blocks may be no multiple of it; then no advice hangs on it.
+    """
+    tokens, n_blocks = header.tokens_per_block, header.blocks_per_chunk
+    known = None if not n_blocks or tokens % n_blocks else tokens // n_blocks
+    if text is None:
+        return known or ENGINE_TOKENS
+    given = parse_count("--engine-block", parse_integer(text), 1, 1 << 20)
+    if known not in (None, given):
+        raise bad_setting("--engine-block", given, f"left out, or {known}: the trace says so itself", known)
+    if tokens % given:
+        nearest = min((n for n in range(1, tokens + 1) if not tokens % n), key=lambda n: abs(n - given))
+        raise bad_setting("--engine-block", given, f"a divisor of the trace's {tokens:,} tokens a block", nearest)
+    return given

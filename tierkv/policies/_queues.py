@@ -10,10 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from tierkv.errors import bad_setting
 from tierkv.policies._line_order import LineOrder
 from tierkv.policies._stamp_heap import Item
-from tierkv.settings import as_integer
+from tierkv.settings import parse_count
 from tierkv.types import Chunk, ChunkKey
 
 
@@ -141,7 +140,4 @@ def check_capacity(capacity_chunks: object) -> int | None:
     """
     if capacity_chunks is None:
         return None
-    n = as_integer(capacity_chunks)
-    if n is None or n < 1:
-        raise bad_setting("capacity_chunks", capacity_chunks, "a whole number of chunks, at least 1", 1)
-    return n
+    return parse_count("capacity_chunks", capacity_chunks, 1, 2**48)

@@ -95,7 +95,7 @@ def copy_of(order: EvictionPolicy) -> EvictionPolicy:
         ConfigError: it has chunks already, or cannot be copied.
     """
     if next(iter(order.victims()), None) is not None:
-        raise bad_setting("order", order, "a new order, without chunks", type(order).__name__ + "()")
+        raise bad_setting("order", order, "a new order, without chunks", example=type(order).__name__ + "()")
     try:
         return copy.deepcopy(order)
     except Exception as error:
@@ -107,4 +107,4 @@ def check_order(option: str, order: object) -> None:
     missing = [name for name in _METHODS if not callable(getattr(order, name, None))]
     if isinstance(order, type) or missing:
         lacks = f" (this one has no {', '.join(missing)})" if missing else " (this is a class; call it)"
-        raise bad_setting(option, order, f"an eviction order{lacks}", "LRU()")
+        raise bad_setting(option, order, f"an eviction order{lacks}", example="LRU()")

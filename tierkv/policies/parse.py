@@ -86,5 +86,5 @@ def _quotas(option: str, stage: Stage) -> tuple[object, ...]:
         quotas = stage.named
     if stage.values or not quotas:
         written = stage.values[0] if stage.values else None
-        raise bad_setting(option, written, "given a size for each tenant by name", "quota(tenant=10GiB)")
+        raise bad_setting(option, written, "given a size for each tenant by name", example="quota(tenant=10GiB)")
     return ({tenant: parse_size(f"{option} of {tenant!r}", size, low=0) for tenant, size in quotas.items()},)

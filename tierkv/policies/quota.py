@@ -36,7 +36,7 @@ class Quota(Wrapper):
     def __init__(self, quotas: Mapping[str, int | str], order: EvictionPolicy) -> None:
         super().__init__(order)
         if not (quotas and isinstance(quotas, Mapping)):
-            raise bad_setting("quotas", quotas, "a mapping of tenant to bytes", '{"tenant": "10GiB"}')
+            raise bad_setting("quotas", quotas, "a mapping of tenant to bytes", example='{"tenant": "10GiB"}')
         self._quotas = {tenant: parse_size(f"quota of {tenant!r}", size, low=0) for tenant, size in quotas.items()}
         self._used_nbytes = dict.fromkeys(self._quotas, 0)
         self._chunks: dict[ChunkKey, Chunk] = {}

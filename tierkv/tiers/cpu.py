@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 
-from tierkv.errors import ChunkSizeError, ClosedError, TierError, bad_setting
+from tierkv.errors import ChunkSizeError, ClosedError, TierError, bad_setting, closest
 from tierkv.protocols import TierContext
 from tierkv.settings import parse_count, parse_seconds
 from tierkv.tiers._mapping import SlotMapping
@@ -43,13 +43,13 @@ class CPUTier:
         join_deadline_s: float = 60.0, populate: bool = True, pool: SlotMapping | None = None,
     ) -> None:  # fmt: skip
         if not _is_text(name):
-            raise bad_setting("CPUTier.name", name, "text", "cpu")
+            raise bad_setting("CPUTier.name", name, "text", example="cpu")
         if shared_id is not None and not _is_text(shared_id):
-            raise bad_setting(f"{name}.shared_id", shared_id, "text that only this engine has, or None", None)
+            raise bad_setting(f"{name}.shared_id", shared_id, "text that only this engine has, or None")
         if not isinstance(populate, bool):
             raise bad_setting(f"{name}.populate", populate, "True or False", bool(populate))
         if role not in _ROLES:
-            raise bad_setting(f"{name}.role", role, " or ".join(_ROLES), _ROLES[0])
+            raise bad_setting(f"{name}.role", role, " or ".join(_ROLES), closest(str(role), _ROLES))
         if shared_id is not None and pool is not None:
             raise bad_setting(f"{name}.shared_id", shared_id, "None where a pool is handed over")
         self._name = name

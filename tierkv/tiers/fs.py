@@ -11,7 +11,7 @@ from functools import partial
 from typing import Final, Literal, cast
 
 from tierkv._threads import Lane
-from tierkv.errors import ClosedError, TierWriteError, bad_setting
+from tierkv.errors import ClosedError, TierWriteError, bad_setting, closest
 from tierkv.protocols import Clock, TierContext
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
@@ -302,15 +302,17 @@ class FSTier:
 def _check(name: object, *, root: object, durability: object, clock: object, layout: object) -> None:
     """Raise ConfigError for what has no parser of its own."""
     if not _is_text(name):
-        raise bad_setting("FSTier.name", name, "text", "fs")
+        raise bad_setting("FSTier.name", name, "text", example="fs")
     if not callable(clock):
-        raise bad_setting(f"{name}.clock", clock, "a function that gives seconds", "time.monotonic")
+        raise bad_setting(f"{name}.clock", clock, "a function that gives seconds", example="time.monotonic")
     if not _is_path(root):
-        raise bad_setting(f"{name}.root", root, "the path of a directory", "/var/cache/tierkv")
+        raise bad_setting(f"{name}.root", root, "the path of a directory", example="/var/cache/tierkv")
     if durability not in _DURABILITIES:
-        raise bad_setting(f"{name}.durability", durability, '"process" or "power"', "process")
+        raise bad_setting(
+            f"{name}.durability", durability, '"process" or "power"', closest(str(durability), _DURABILITIES)
+        )
     if layout not in LAYOUTS:
-        raise bad_setting(f"{name}.layout", layout, '"auto", "slab" or "files"', "auto")
+        raise bad_setting(f"{name}.layout", layout, '"auto", "slab" or "files"', closest(str(layout), LAYOUTS))
 
 
 def _is_text(name: object) -> bool:
@@ -319,11 +321,11 @@ def _is_text(name: object) -> bool:
 
 def _secret_source(name: str, file: object, env: object) -> SecretSource:
     if file is not None and not _is_path(file):
-        raise bad_setting(f"{name}.checksum_key_file", file, "the path of a file", "/etc/tierkv/checksum.key")
+        raise bad_setting(f"{name}.checksum_key_file", file, "the path of a file", example="/etc/tierkv/checksum.key")
     if env is not None and (not _is_text(env) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(env))):
         # Not its value: whoever writes the secret itself there should not find it in a log.
         allowed = "the name of a variable: letters, digits and underscores"
-        raise bad_setting(f"{name}.checksum_key_env", "not a name", allowed, "TIERKV_CHECKSUM_KEY")
+        raise bad_setting(f"{name}.checksum_key_env", "not a name", allowed, example="TIERKV_CHECKSUM_KEY")
     return SecretSource(None if file is None else os.fspath(cast("str", file)), cast("str | None", env))
 
 

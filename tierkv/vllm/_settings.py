@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierkv.admission import parse_admission
-from tierkv.errors import bad_setting
+from tierkv.errors import bad_setting, closest
 from tierkv.policies.parse import parse_policy
 from tierkv.settings import parse_count, parse_seconds
 from tierkv.sizes import parse_size
 
 TOP = "kv_connector_extra_config"
+_FLAGS = {"1": "true", "yes": "true", "on": "true", "true": "true"}
+_FLAGS |= {"0": "false", "no": "false", "off": "false", "false": "false"}
 MAX_SECONDS = 86_400.0
 
 
@@ -34,7 +35,7 @@ class Reader:
             value = int(value)  # vLLM's own kv_offloading_size arrives as GiB times 2**30, whole or not
         if value is None:
             if required:
-                raise bad_setting(self.name(key), None, 'given, as a number of bytes or a size like "8GiB"', "8GiB")
+                raise bad_setting(self.name(key), None, 'given, as a number of bytes or a size like "8GiB"')
             return None
         return parse_size(self.name(key), value, low=0 if zero else low)
 
@@ -55,7 +56,7 @@ class Reader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            near = "true" if str(value).lower() in {"1", "true", "yes", "on"} else "false"
+            near = _FLAGS.get(str(value).lower())
             raise bad_setting(self.name(key), value, "true or false", near)
         return value
 
@@ -65,8 +66,7 @@ class Reader:
             return default
         name = value.upper() if upper and isinstance(value, str) else value
         if name not in allowed:
-            near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.0)
-            raise bad_setting(self.name(key), value, f"one of {', '.join(allowed)}", (near or allowed)[0])
+            raise bad_setting(self.name(key), value, f"one of {', '.join(allowed)}", closest(str(name), allowed))
         return name
 
     def text(self, key: str) -> str | None:
@@ -80,14 +80,16 @@ class Reader:
     def mapping(self, key: str) -> None:
         value = self.raw.get(key)
         if not isinstance(value, Mapping):
-            raise bad_setting(self.name(key), value, "an object", "{}")
+            raise bad_setting(self.name(key), value, "an object", example="{}")
 
     def directory(self, key: str) -> str:
         value = self.raw.get(key)
         if value is None or value == "":
-            raise bad_setting(self.name(key), value, "given: the directory that holds the chunks", "/var/lib/tierkv")
+            raise bad_setting(
+                self.name(key), value, "given: the directory that holds the chunks", example="/var/lib/tierkv"
+            )
         if not isinstance(value, str) or "\0" in value:
-            raise bad_setting(self.name(key), value, "a directory's path", "/var/lib/tierkv")
+            raise bad_setting(self.name(key), value, "a directory's path", example="/var/lib/tierkv")
         # Once: a relative path means a directory below where the engine was started, whatever changes that later.
         return os.path.abspath(os.path.expanduser(value))
 
@@ -96,7 +98,7 @@ class Reader:
         if value is None:
             return None
         if not isinstance(value, str) or not value or "\0" in value or os.path.isdir(os.path.expanduser(value)):
-            raise bad_setting(self.name(key), value, "the path of a file", "/var/log/tierkv-requests.jsonl")
+            raise bad_setting(self.name(key), value, "the path of a file", example="/var/log/tierkv-requests.jsonl")
         return os.path.expanduser(value)
 
     def variable(self, key: str) -> str | None:
@@ -106,7 +108,7 @@ class Reader:
         if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
             # Not its value: whoever writes the secret itself there should not find it in a log.
             allowed = "the name of a variable: letters, digits and underscores"
-            raise bad_setting(self.name(key), "not a name", allowed, "TIERKV_CHECKSUM_KEY")
+            raise bad_setting(self.name(key), "not a name", allowed, example="TIERKV_CHECKSUM_KEY")
         return value
 
     def reserve(self, key: str) -> int | float | None:
@@ -118,7 +120,9 @@ class Reader:
             except ValueError:
                 fraction = -1.0
             if not 0 <= fraction < 1:
-                raise bad_setting(self.name(key), value, "a size, or a percentage from 0% to below 100%", "12.5%")
+                raise bad_setting(
+                    self.name(key), value, "a size, or a percentage from 0% to below 100%", example="12.5%"
+                )
             return fraction
         return None if value is None else int(self.size(key, zero=True))
 

@@ -7,13 +7,12 @@ any other unknown key is one warning, because vLLM adds keys with every release.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierkv.errors import ConfigError, bad_setting, unknown_setting
+from tierkv.errors import ConfigError, bad_setting, closest, unknown_setting
 from tierkv.recorder import DEFAULT_LIMIT_NBYTES, LEAST_LIMIT_NBYTES
 from tierkv.tiers.parse import third_party_names
 from tierkv.vllm._settings import TOP, Reader, nearest_name
@@ -250,7 +249,7 @@ def _parse_tiers(raw: object, warnings: list[str]) -> tuple[TierOptions, ...]:
     if raw is None:
         return ()
     if not isinstance(raw, (list, tuple)):
-        raise bad_setting("secondary_tiers", raw, "a list with one object for each tier", "[]")
+        raise bad_setting("secondary_tiers", raw, "a list with one object for each tier")
     tiers = tuple(parse_tier(f"secondary_tiers[{index}]", tier, warnings) for index, tier in enumerate(raw))
     roots: dict[str, int] = {}
     for index, tier in enumerate(tiers):
@@ -270,12 +269,13 @@ def parse_tier(where: str, raw: object, warnings: list[str], *, type_key: str = 
         ConfigError: the first wrong setting, in one sentence.
     """
     if not isinstance(raw, Mapping):
-        raise bad_setting(where, raw, "an object with at least a type", '{"type": "fs", "root_dir": "..."}')
+        raise bad_setting(where, raw, "an object with at least a type", example='{"type": "fs", "root_dir": "..."}')
     kind, module_path = raw.get("type"), raw.get("module_path")
     if not isinstance(kind, str) or not kind:
-        raise bad_setting(f"{where}.{type_key}", kind, f"one of {', '.join(TIER_TYPES)}", TIER_TYPES[0])
+        raise bad_setting(f"{where}.{type_key}", kind, f"one of {', '.join(TIER_TYPES)}")
     if module_path is not None and (not isinstance(module_path, str) or not module_path):
-        raise bad_setting(f"{where}.module_path", module_path, "the import path of a module", "my_package.my_module")
+        allowed = "the import path of a module"
+        raise bad_setting(f"{where}.module_path", module_path, allowed, example="my_package.my_module")
     fs = module_path is None and kind in TIER_TYPES
     known = FS_KEYS if fs else _COMMON_TIER_KEYS
     if fs:
@@ -284,9 +284,8 @@ def parse_tier(where: str, raw: object, warnings: list[str], *, type_key: str = 
                 raise unknown_setting(str(key), where, known)
     elif module_path is None and ":" not in kind and kind not in third_party_names():
         names = [*TIER_TYPES, *third_party_names()]
-        near = difflib.get_close_matches(kind, names, n=1, cutoff=0.0)
         allowed = f"one of {', '.join(names)}, module:Class, or a class of the module that module_path names"
-        raise bad_setting(f"{where}.{type_key}", kind, allowed, near[0])
+        raise bad_setting(f"{where}.{type_key}", kind, allowed, closest(kind, names))
     get = Reader(raw, where)
     _ignore_backpressure(get, warnings)
     extra = {} if fs else {k: v for k, v in raw.items() if k not in known and k != "module_path"}

@@ -53,7 +53,8 @@ def wants_names() -> bool:
     """Whether vLLM's own names are to become tierkv's here."""
     choice = os.environ.get("TIERKV_VLLM", "")
     if choice not in {"", "0", "1"}:
-        raise bad_setting("environment variable TIERKV_VLLM", choice, "0 or 1, or unset", 1)
+        near = {"yes": 1, "true": 1, "on": 1, "no": 0, "false": 0, "off": 0}.get(choice.lower())
+        raise bad_setting("environment variable TIERKV_VLLM", choice, "0 or 1, or unset", near)
     if choice:
         return choice == "1"
     return _device_type() in {"cpu", "npu"}
