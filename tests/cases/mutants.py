@@ -139,8 +139,8 @@ GUARDED: Final = [
     (
         "unfinished files of the dead stay",
         LIST,
-        "        self._tally.add(what)\n        unlink_quietly(name, leaf_fd)\n",
-        "        self._tally.add(what)\n",
+        "                if not unlink_first((name,), leaf_fd) and stat.S_ISREG(found.st_mode):",
+        "                if False:",
         _hunt("restart", "a18"),
     ),
     (

@@ -188,8 +188,8 @@ MUTANTS = [
     Mutant(
         "unfinished files not swept",
         "_fs/listing.py",
-        '        what = "unfinished" if parsed.is_part else damage(found)',
-        "        if parsed.is_part:\n            return None\n        what = damage(found)",
+        '                what = "unfinished" if parsed.is_part else damage(found)',
+        "                if parsed.is_part:\n                    continue\n                what = damage(found)",
         "unit/test_fs_sharing.py",
     ),
     Mutant(

@@ -252,6 +252,16 @@ class Books:
                 self._note(key, gone_from=owner)
             return held
 
+    def set_aside(self, key: ChunkKey, owner: str, only: Held, nbytes: int) -> bool:
+        """As ``drop``, of what is no chunk and stays where it is: it counts as fixed, with what it occupies."""
+        with self.lock:
+            if self.get(key) != only:
+                return False
+            self._drop(key)
+            self._note(key, gone_from=owner)
+            self.fixed_nbytes += nbytes
+            return True
+
     def claim(self, key: ChunkKey, owner: str) -> bool:
         """Before a file that no record knows is removed: False if somebody found and counted it meanwhile."""
         with self.lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Final
 
 from tierkv.tiers._fs.books import Leaver
 from tierkv.tiers._fs.catalogue import SLAB, Row, SlabName, allocated_nbytes, parse_slab_name, slab_name
-from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory, unlink_quietly
+from tierkv.tiers._fs.dirs import NotRegularError, entries_in, open_directory, unlink_first, unlink_quietly
 from tierkv.tiers._fs.feed import BATCH, Listed
 from tierkv.tiers._fs.file_io import Tally, damage
 from tierkv.tiers._fs.format import (
@@ -26,6 +27,7 @@ from tierkv.tiers._fs.format import (
     parse_file_name,
 )
 from tierkv.tiers._fs.index import Index, Span
+from tierkv.tiers._fs.leftovers import Leftovers
 from tierkv.tiers._fs.owners import Ownership
 from tierkv.types import ChunkKey
 
@@ -109,41 +111,55 @@ def _time_ns(leaf: str, namespace_fd: int) -> int:
 class Lister:
     """Goes through one directory and puts away what is unfinished or broken. Touches only files with our ids.
 
-    ``let_owners_speak`` waits long enough for a living owner whose lock file was removed to make it anew.
+    Args:
+        leftovers: takes what should have gone and could not be removed.
+        adopts: files of owners without a lock file are ours from now on.
+        wait: long enough for a living owner whose lock file was removed to make it anew.
     """
 
     def __init__(
-        self, ownership: Ownership, tally: Tally, owners: set[str], *, adopt_orphans: bool,
-        let_owners_speak: Callable[[], None],
+        self, ownership: Ownership, tally: Tally, owners: set[str], leftovers: Leftovers, *, adopts: bool,
+        wait: Callable[[], None],
     ) -> None:  # fmt: skip
         self._ownership = ownership
         self._tally = tally
         self._owners = owners
-        self._adopt_orphans = adopt_orphans
-        self._let_owners_speak = let_owners_speak
+        self._leftovers = leftovers
+        self._adopt_orphans = adopts
+        self._let_owners_speak = wait
         self._has_waited = False
         self._known = {*owners, *ownership.held_ids(), *ownership.foreign_ids}
 
     def chunks(self, leaf: str, leaf_fd: int, hints: Hints) -> list[Listed]:
         """Whole files of ours in a leaf of our namespace, one a key."""
         best: dict[ChunkKey, Listed] = {}
-        for name, parsed, found in self._ours(leaf_fd):
+        for name, parsed, found, is_chunk in self._ours(leaf_fd):
+            if not is_chunk:
+                self._leave(leaf, parsed, name, found)
+                continue
             if leaf_of(parsed.key) != leaf:
                 self._tally.add("corrupt")  # moved here by hand: no lookup would ever find it
-                unlink_quietly(name, leaf_fd)
+                if not unlink_first((name,), leaf_fd):
+                    self._leave(leaf, parsed, name, found)
                 continue
             item = hints.about(parsed.key, parsed.owner, found)
             other = best.get(parsed.key)
             if other is not None:
                 item, worse = (item, other) if item.order >= other.order else (other, item)
-                unlink_quietly(file_name(worse.key, worse.owner), leaf_fd)
+                its_name = file_name(worse.key, worse.owner)
+                if not unlink_first((its_name,), leaf_fd):
+                    self._leftovers.add(leaf, its_name, (its_name,), worse.nbytes)
             best[item.key] = item
         return list(best.values())
 
     def leavers(self, namespace: str, leaf: str, leaf_fd: int) -> Iterator[Leaver]:
-        """Files of ours in a leaf of another namespace."""
-        for name, parsed, found in self._ours(leaf_fd):
+        """Files of ours in a leaf of another namespace, also those that should have gone and could not be removed."""
+        for name, parsed, found, _ in self._ours(leaf_fd):
             yield Leaver(found.st_mtime_ns, namespace, leaf, name, parsed.owner, padded_nbytes(found.st_size))
+
+    def _leave(self, leaf: str, parsed: FileName, name: str, found: os.stat_result) -> None:
+        """What is of no use and cannot be removed counts until it can."""
+        self._leftovers.add(leaf, file_name(parsed.key, parsed.owner), (name,), padded_nbytes(found.st_size))
 
     def slab_leavers(self, namespace: str, namespace_fd: int) -> Iterator[Leaver]:
         """Slabs of ours in another namespace, each with its catalogue."""
@@ -166,7 +182,8 @@ class Lister:
             name = slab_name(slab.owner, slab.slot_nbytes, SLAB)
             yield Leaver(time_ns[slab], namespace, "", name, owner, nbytes[slab])
 
-    def _ours(self, leaf_fd: int) -> Iterator[tuple[str, FileName, os.stat_result]]:
+    def _ours(self, leaf_fd: int) -> Iterator[tuple[str, FileName, os.stat_result, bool]]:
+        """Files with our ids, and whether each may be a chunk: what is none has been removed, or is told of."""
         with os.scandir(leaf_fd) as entries:  # opened for this listing alone
             for entry in entries:
                 parsed = parse_file_name(entry.name)
@@ -179,21 +196,17 @@ class Lister:
                         continue
                     parsed = parsed._replace(owner=self._ownership.id)
                     name = file_name(parsed.key, parsed.owner)
-                found = self._whole(name, parsed, leaf_fd)
-                if found is not None:
-                    yield name, parsed, found
-
-    def _whole(self, name: str, parsed: FileName, leaf_fd: int) -> os.stat_result | None:
-        try:
-            found = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        what = "unfinished" if parsed.is_part else damage(found)
-        if what is None:
-            return found
-        self._tally.add(what)
-        unlink_quietly(name, leaf_fd)
-        return None
+                try:
+                    found = os.stat(name, dir_fd=leaf_fd, follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                what = "unfinished" if parsed.is_part else damage(found)
+                if what is None:
+                    yield name, parsed, found, True
+                    continue
+                self._tally.add(what)
+                if not unlink_first((name,), leaf_fd) and stat.S_ISREG(found.st_mode):
+                    yield name, parsed, found, False
 
     def _take_orphan(self, name: str, parsed: FileName, leaf_fd: int) -> bool:
         """A file whose owner has no lock file any more becomes ours by a new name."""

@@ -9,7 +9,8 @@ from typing import Final
 from tierkv.protocols import Clock
 from tierkv.tiers._fs.books import Books, Held
 from tierkv.tiers._fs.file_io import Identity, Tally
-from tierkv.tiers._fs.format import leaf_of
+from tierkv.tiers._fs.format import file_name, leaf_of, padded_nbytes
+from tierkv.tiers._fs.leftovers import Leftovers
 from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.scan import Scanner
 from tierkv.tiers._fs.store import Seen, Store
@@ -32,12 +33,14 @@ class Lookups:
     """
 
     def __init__(
-        self, *, store: Store, books: Books, ownership: Ownership, scanner: Scanner, tally: Tally, clock: Clock
-    ) -> None:
+        self, *, store: Store, books: Books, ownership: Ownership, scanner: Scanner, leftovers: Leftovers,
+        tally: Tally, clock: Clock,
+    ) -> None:  # fmt: skip
         self._store = store
         self._books = books
         self._ownership = ownership
         self._scanner = scanner
+        self._leftovers = leftovers
         self._tally = tally
         self._clock = clock
         self._absent: dict[ChunkKey, float] = {}
@@ -126,9 +129,20 @@ class Lookups:
                 return
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
+            if held is not None and why == "corrupt":
+                self._keep_charged(key, owner, held, found)
+                return
         if held is not None:
             self._books.drop(key, owner, held)
         self._tally.add(why)
+
+    def _keep_charged(self, key: ChunkKey, owner: str, held: Held, found: Seen) -> None:
+        """A file that cannot be removed is nobody's chunk, and counts for as long as it is there."""
+        nbytes = padded_nbytes(found.nbytes)
+        if self._books.set_aside(key, owner, held, nbytes):
+            name = file_name(key, owner)
+            self._leftovers.add(leaf_of(key), name, (name,), nbytes, identity=found.identity, is_charged=True)
+            self._tally.add("corrupt")
 
     def _remember_absent(self, key: ChunkKey) -> None:
         if self._books.is_scanning:

@@ -151,8 +151,9 @@ class Mount:
             feed=self.feed, settlement=self.settlement, tally=tally, gate=self._wishes.gate, refresh=self.beat,
         )  # fmt: skip
         self.lookups = Lookups(
-            store=store, books=books, ownership=ownership, scanner=self.scanner, tally=tally, clock=self._wishes.clock
-        )
+            store=store, books=books, ownership=ownership, scanner=self.scanner, leftovers=self._leftovers, tally=tally,
+            clock=self._wishes.clock,
+        )  # fmt: skip
         ring = ScratchRing(self._wishes.n_workers, MOST_IN_RUN)
         self.operations = Operations(
             self._name, self._root_fd, files=files, store=store, books=books, ownership=ownership,

@@ -112,7 +112,7 @@ class Scanner:
         indexes = read_indexes(self._name, self._root_fd, self._digest, owners, trusted or (), tally=self._tally)
         listed: list[Listed] = []
         leavers: list[Leaver] = []
-        lister = Lister(self._ownership, self._tally, set(everybody), adopt_orphans=first, let_owners_speak=self._wait)
+        lister = Lister(self._ownership, self._tally, set(everybody), self._leftovers, adopts=first, wait=self._wait)
         mine = self._digest.hex()
         for namespace in sorted(namespaces(self._root_fd), key=mine.__eq__):
             if namespace == mine:
