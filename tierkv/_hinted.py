@@ -15,6 +15,7 @@ from tierkv.protocols import (
     Expiring,
     HintAware,
     PinAware,
+    Refreshing,
     Seat,
     Seating,
     UsedByKey,
@@ -75,7 +76,9 @@ class HintedOrder:
     """
 
     expired: Callable[[Chunk], bool]
+    on_commit: Callable[[ChunkKey], None]
     on_use: Callable[[Sequence[ChunkKey]], None]
+    refresh: Callable[[Sequence[Chunk]], None]
     hold: Callable[[ChunkKey], None]
     release: Callable[[ChunkKey], None]
     evict: Callable[[int], list[ChunkKey]]
@@ -92,7 +95,10 @@ class HintedOrder:
         self._hints: HintAware = self._order
         self._lifetimes = lifetimes
         self._clock = clock
-        self._commits = self._order if isinstance(self._order, CommitAware) else None
+        if isinstance(self._order, CommitAware):
+            self.on_commit = self._order.on_commit
+        if isinstance(self._order, Refreshing):
+            self.refresh = self._order.refresh
         self._expires = self._order if isinstance(self._order, Expiring) else None
         self._pins = self._order if isinstance(order, PinAware) and isinstance(self._order, PinAware) else None
         if self._pins is not None:
@@ -191,10 +197,6 @@ class HintedOrder:
             until_s = self._lifetimes.of_copy(key, now_s)
             if until_s is not None:
                 self.limit(key, until_s, held=False)
-
-    def on_commit(self, key: ChunkKey) -> None:
-        if self._commits is not None:
-            self._commits.on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         self._order.on_access(chunks)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
 from itertools import chain
 
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, UsedByKey
+from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, Refreshing, UsedByKey
 from tierkv.types import Chunk, ChunkKey, Turn
 
 
@@ -82,12 +82,17 @@ class Turns:
     """
 
     expired: Callable[[Chunk], bool]
+    on_commit: Callable[[ChunkKey], None]
     on_use: Callable[[Sequence[ChunkKey]], None]
+    refresh: Callable[[Sequence[Chunk]], None]
 
     def __init__(self, order: EvictionPolicy) -> None:
         self._order = order
         self._pins = order if isinstance(order, PinAware) else None
-        self._commits = order if isinstance(order, CommitAware) else None
+        if isinstance(order, CommitAware):
+            self.on_commit = order.on_commit
+        if isinstance(order, Refreshing):
+            self.refresh = order.refresh
         if isinstance(order, Expiring):
             self.expired = order.expired
         if isinstance(order, UsedByKey):
@@ -102,10 +107,6 @@ class Turns:
 
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         self._order.on_insert(chunks)
-
-    def on_commit(self, key: ChunkKey) -> None:
-        if self._commits is not None:
-            self._commits.on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         self._used([chunk.key for chunk in chunks])

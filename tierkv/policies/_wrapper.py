@@ -7,21 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tierkv._turns import hint_aware
 from tierkv.errors import bad_setting
-from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, Refreshing
+from tierkv.protocols import CommitAware, EvictionPolicy, Expiring, HintAware, PinAware, Refreshing, UsedByKey
 from tierkv.types import Chunk, ChunkKey, Turn
 
 _METHODS = ("on_insert", "on_access", "on_remove", "victims")
 
 
 class Wrapper:
-    """An order around another. It can do what the inner one can, and holds in any case.
+    """An order around another. It can do what the inner one can: ``isinstance(wrapper, Expiring)`` tells the truth.
 
-    ``isinstance(wrapper, Expiring)`` tells the truth: ``expired`` exists where the wrapper or the inner order has it.
-    ``refresh`` exists where the inner order has it.
+    But it knows holds and hints in any case. It is neither BatchEvicting nor Seating: the inner order would let go of
+    what the wrapper has others leave before, and would not tell. A wrapper that does something of its own when it is
+    told of a use, a commit or of recency says so by a method; one that learns parents from uses has no ``on_use``.
     """
 
     expired: Callable[[Chunk], bool]
     refresh: Callable[[Sequence[Chunk]], None]
+    on_commit: Callable[[ChunkKey], None]
+    on_use: Callable[[Sequence[ChunkKey]], None]
+
+    _learns_from_uses = False
+    """What a use says of a parent matters to the wrapper, so keys alone will not do."""
 
     def __init__(self, order: EvictionPolicy) -> None:
         check_order(type(self).__name__, order)
@@ -29,11 +35,17 @@ class Wrapper:
         self._pins = order if isinstance(order, PinAware) else None
         self._commits = order if isinstance(order, CommitAware) else None
         self._hints = order if isinstance(order, HintAware) else None
+        self._uses = order if isinstance(order, UsedByKey) else None
+        self._refreshes = order if isinstance(order, Refreshing) else None
         self._held: set[ChunkKey] = set()
         if isinstance(order, Expiring) and not hasattr(type(self), "expired"):
             self.expired = order.expired
-        if isinstance(order, Refreshing):
-            self.refresh = order.refresh
+        if self._refreshes is not None:
+            self.refresh = self._refresh
+        if self._commits is not None and not hasattr(type(self), "on_commit"):
+            self.on_commit = self._on_commit
+        if self._uses is not None and not self._learns_from_uses:
+            self.on_use = self._on_use
 
     def __contains__(self, key: object) -> bool:
         raise NotImplementedError
@@ -44,12 +56,20 @@ class Wrapper:
     def on_insert(self, chunks: Sequence[Chunk]) -> None:
         self._order.on_insert(chunks)
 
-    def on_commit(self, key: ChunkKey) -> None:
+    def _on_commit(self, key: ChunkKey) -> None:
         if self._commits is not None:
             self._commits.on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
         self._order.on_access(chunks)
+
+    def _on_use(self, keys: Sequence[ChunkKey]) -> None:
+        assert self._uses is not None
+        self._uses.on_use(keys)
+
+    def _refresh(self, chunks: Sequence[Chunk]) -> None:
+        assert self._refreshes is not None
+        self._refreshes.refresh(chunks)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         self._held.discard(key)
@@ -70,6 +90,7 @@ class Wrapper:
         self._pins = order if self._pins is not None and isinstance(order, PinAware) else None
         self._commits = order if isinstance(order, CommitAware) else None
         self._hints = order if isinstance(order, HintAware) else None
+        self._uses = order if isinstance(order, UsedByKey) else None
 
     def hold(self, key: ChunkKey) -> None:
         if key in self:

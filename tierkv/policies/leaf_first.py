@@ -25,6 +25,8 @@ class LeafFirst(Wrapper):
     Concurrency: one thread. Case: https://github.com/novitalabs/pegaflow/issues/396
     """
 
+    _learns_from_uses = True
+
     def __init__(self, order: EvictionPolicy) -> None:
         super().__init__(order)
         self._tree = Tree()
@@ -43,15 +45,22 @@ class LeafFirst(Wrapper):
         self._order.on_insert(chunks)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self._moved(chunks)
+        self._order.on_access(chunks)
+
+    def _refresh(self, chunks: Sequence[Chunk]) -> None:
+        self._moved(chunks)
+        super()._refresh(chunks)
+
+    def _moved(self, chunks: Sequence[Chunk]) -> None:
+        """These have another place in the inner order, and may say more of their parents than before."""
         parents = self._tree.parents
-        for chunk in reversed(
-            chunks
-        ):  # as LRU does, so that they agree on who is whose child even if keys are nonsense
+        # Backwards, as LRU goes, so that they agree on who is whose child even if keys are nonsense.
+        for chunk in reversed(chunks):
             if chunk.key in parents:
                 self._tree.add(chunk)
                 self._leaves.unpark(chunk.key)
                 self._leaves.unpark(chunk.parent)
-        self._order.on_access(chunks)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         self._leaves.forget(key)

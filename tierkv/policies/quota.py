@@ -9,7 +9,7 @@ from tierkv._turns import hint_aware
 from tierkv.errors import bad_setting
 from tierkv.policies._leaves import Leaves, Tree
 from tierkv.policies._wrapper import Wrapper, copy_of
-from tierkv.protocols import CommitAware, EvictionPolicy, HintAware
+from tierkv.protocols import CommitAware, EvictionPolicy, HintAware, Refreshing
 from tierkv.sizes import parse_size
 from tierkv.types import Chunk, ChunkKey, Turn
 
@@ -33,6 +33,8 @@ class Quota(Wrapper):
     Concurrency: one thread. Cost: that of the inner order, twice for tenants with a quota.
     """
 
+    _learns_from_uses = True
+
     def __init__(self, quotas: Mapping[str, int | str], order: EvictionPolicy) -> None:
         super().__init__(order)
         if not (quotas and isinstance(quotas, Mapping)):
@@ -42,6 +44,7 @@ class Quota(Wrapper):
         self._chunks: dict[ChunkKey, Chunk] = {}
         self._tree = Tree()
         self._orders: dict[str | None, EvictionPolicy] = {tenant: copy_of(order) for tenant in self._quotas}
+        self._copies = {tenant: own for tenant, own in self._orders.items() if isinstance(own, Refreshing)}
         self._leaves = {tenant: Leaves(own, self._tree) for tenant, own in self._orders.items()}
 
     def __contains__(self, key: object) -> bool:
@@ -61,20 +64,30 @@ class Quota(Wrapper):
             self._orders[tenant].on_insert(own)
         super().on_insert(chunks)
 
-    def on_commit(self, key: ChunkKey) -> None:
+    def _on_commit(self, key: ChunkKey) -> None:
         own = self._orders.get(self._tenant(key))
         if isinstance(own, CommitAware):
             own.on_commit(key)
-        super().on_commit(key)
+        super()._on_commit(key)
 
     def on_access(self, chunks: Sequence[Chunk]) -> None:
+        self._moved(chunks)
+        for tenant, own in self._by_tenant(chunks):
+            self._orders[tenant].on_access(own)
+        super().on_access(chunks)
+
+    def _refresh(self, chunks: Sequence[Chunk]) -> None:
+        self._moved(chunks)
+        for tenant, own in self._by_tenant(chunks):
+            self._copies[tenant].refresh(own)
+        super()._refresh(chunks)
+
+    def _moved(self, chunks: Sequence[Chunk]) -> None:
+        """These have another place in their orders, and may say more of their parents than before."""
         for chunk in reversed(chunks):
             if chunk.key in self._chunks:
                 self._tree.add(chunk)
                 self._unpark(chunk.key, chunk.parent)
-        for tenant, own in self._by_tenant(chunks):
-            self._orders[tenant].on_access(own)
-        super().on_access(chunks)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         tenant = self._tenant(key)

@@ -75,7 +75,7 @@ class TTL(Wrapper):
         if key in self:
             self._forget_age(key)
             self._born[key] = self._clock()
-        super().on_commit(key)
+        self._on_commit(key)
 
     def on_remove(self, key: ChunkKey, *, evicted: bool) -> None:
         self._forget_age(key)
