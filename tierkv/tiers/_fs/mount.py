@@ -148,7 +148,8 @@ class Mount:
         )  # fmt: skip
         self.scanner = Scanner(
             self._name, self._root_fd, digest=self._digest, slabs=self._slabs, books=books, ownership=ownership,
-            feed=self.feed, settlement=self.settlement, tally=tally, gate=self._wishes.gate, refresh=self.beat,
+            feed=self.feed, settlement=self.settlement, leftovers=self._leftovers, tally=tally, gate=self._wishes.gate,
+            refresh=self.beat,
         )  # fmt: skip
         self.lookups = Lookups(
             store=store, books=books, ownership=ownership, scanner=self.scanner, leftovers=self._leftovers, tally=tally,

@@ -21,6 +21,7 @@ from tierkv.tiers._fs.feed import Feed, Listed
 from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import LEAVES
 from tierkv.tiers._fs.index import Index, read_indexes
+from tierkv.tiers._fs.leftovers import Leftovers
 from tierkv.tiers._fs.listing import Hints, Lister, in_order, leaf_opened, namespaces, total_nbytes
 from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.settle import Settlement
@@ -50,7 +51,7 @@ class Scanner:
 
     def __init__(
         self, name: str, root_fd: int, *, digest: bytes, slabs: Slabs, books: Books, ownership: Ownership, feed: Feed,
-        settlement: Settlement, tally: Tally, gate: Gate | None, refresh: Callable[[], None],
+        settlement: Settlement, leftovers: Leftovers, tally: Tally, gate: Gate | None, refresh: Callable[[], None],
     ) -> None:  # fmt: skip
         self._name = name
         self._root_fd = root_fd
@@ -60,6 +61,7 @@ class Scanner:
         self._ownership = ownership
         self._feed = feed
         self._settlement = settlement
+        self._leftovers = leftovers
         self._tally = tally
         self._gate = gate
         self._refresh = refresh
