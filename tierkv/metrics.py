@@ -16,6 +16,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
+from tierkv._extras import require
 from tierkv.errors import ClosedError, bad_setting
 from tierkv.settings import parse_seconds
 from tierkv.types import LevelStatistics
@@ -128,6 +129,7 @@ class CacheCollector:
         loop: asyncio.AbstractEventLoop | None = None,
         wait_s: float = 1.0,
     ) -> None:
+        require("CacheCollector", "prometheus_client")
         import prometheus_client.core  # noqa: PLC0415 - the extra metrics
 
         self._core = prometheus_client.core

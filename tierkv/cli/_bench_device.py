@@ -13,7 +13,7 @@ from tierkv.cli._bench import PAGE_NBYTES, parse_sizes
 from tierkv.cli._bench_plan import CHUNK_PART
 from tierkv.cli._bench_report import BenchReport, TierSpeed
 from tierkv.cli._quick import add_options, given, parse_integer
-from tierkv.errors import bad_setting
+from tierkv.errors import ConfigError, TierError, bad_setting
 from tierkv.settings import parse_count
 from tierkv.sizes import format_size, parse_size
 
@@ -44,6 +44,8 @@ class DevicePlan:
     """One run of ``tierkv bench device``."""
 
     device: str
+    kinds: Sequence[str]
+    """Of host memory."""
     chunks_nbytes: Sequence[int]
     page_nbytes: int
     size_nbytes: int
@@ -75,13 +77,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_from(arguments: argparse.Namespace) -> DevicePlan:
-    """Check the options. Raises ConfigError, or TierError if there is no such device."""
-    from tierkv.device.measure import best_device  # noqa: PLC0415 - numpy
+    """Check the options. Raises ConfigError."""
+    from tierkv.device.measure import best_device, kinds_of  # noqa: PLC0415 - numpy, and torch for accelerators
     from tierkv.tiers._memory_limits import check_memory  # noqa: PLC0415 - reads /proc
 
     typed = given(arguments, _OPTIONS)
+    device = best_device() if arguments.device == "auto" else arguments.device
+    try:
+        kinds = kinds_of(device)
+    except TierError as error:
+        raise ConfigError(f"--device is {device!r}, but must be a device that is there: {error}") from None
     plan = DevicePlan(
-        device=best_device() if arguments.device == "auto" else arguments.device,
+        device=device,
+        kinds=kinds,
         chunks_nbytes=parse_sizes("--chunks", typed["chunks"]),
         page_nbytes=parse_size("--page", typed["page"]),
         size_nbytes=parse_size("--size", typed["size"], low=PAGE_NBYTES),
@@ -117,13 +125,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(plan: DevicePlan, told: Any, measured: Any) -> list[Measured]:
     """Run the whole plan; ``told`` hears what begins, ``measured`` each result. Raises TierError."""
-    from tierkv.device.measure import Plain, kinds_of  # noqa: PLC0415 - numpy, and torch for accelerators
+    from tierkv.device.measure import Plain  # noqa: PLC0415 - numpy, and torch for accelerators
 
-    kinds = kinds_of(plan.device)
     plain = Plain(plan.device, plan.size_nbytes)
     results = []
     for chunk_nbytes in plan.chunks_nbytes:
-        for kind in kinds:
+        for kind in plan.kinds:
             told(f"chunks of {format_size(chunk_nbytes)}, {kind}")
             with _lane(plan, chunk_nbytes, kind) as lane:
                 if lane is not None:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from tierkv._extras import missing
 from tierkv.cli import _bench, _bench_device, _demo, _doctor, _root, _root_clean, _tune, _tune_plan
 from tierkv.cli._parser import USAGE, Parser
 from tierkv.errors import ConfigError, TierKVError
@@ -48,9 +49,8 @@ def _run(argv: Sequence[str]) -> int:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else WRONG
     except ImportError as error:
-        print(
-            f"{arguments.prog}: {error.name} is not installed; the extras cli, fs and torch bring it", file=sys.stderr
-        )
+        said = str(error) if "the extra" in str(error) else f"needs {missing(error)}"
+        print(f"{arguments.prog}: {said}", file=sys.stderr)
         return USAGE
     except BrokenPipeError:
         raise

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tierkv._extras import missing
 from tierkv.device._npu_queue import NpuEvent, NpuStream, Watch, new_event, new_stream, using
 from tierkv.device._torch import CopyWay, TorchRuntime, descriptors
 from tierkv.device.runtime import CopyBatch, Direction, Memory
@@ -37,6 +38,8 @@ class NpuRuntime(TorchRuntime):
     def __init__(self, device: Any) -> None:
         try:
             self._npu: Any = importlib.import_module("torch_npu").npu
+        except ModuleNotFoundError as error:
+            raise TierError("device", f"{device} needs {missing(error)}") from error
         except (ImportError, OSError) as error:
             raise TierError("device", f"{device}: torch_npu cannot be loaded: {error}") from error
         if not self._npu.is_available():

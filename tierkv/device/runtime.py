@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from tierkv._extras import missing
 from tierkv.errors import TierError
 
 Int64Array = Any  # numpy.ndarray of int64, one dimension, contiguous
@@ -275,7 +276,10 @@ def open_runtime(device: Any) -> DeviceRuntime:
     if kind not in _RUNTIMES:
         raise TierError("device", f"no runtime for {device!s}: tierkv has {', '.join(_RUNTIMES)}")
     module, name = _RUNTIMES[kind]
-    runtime = getattr(importlib.import_module(f"tierkv.device.{module}"), name)
+    try:
+        runtime = getattr(importlib.import_module(f"tierkv.device.{module}"), name)
+    except ModuleNotFoundError as error:
+        raise TierError("device", f"{device!s} needs {missing(error)}") from error
     return runtime() if kind == "cpu" else runtime(device)
 
 

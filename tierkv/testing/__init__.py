@@ -18,6 +18,7 @@ really run late (:class:`SimDevice`, and with tierkv's device tier :class:`SimRu
 
 from __future__ import annotations
 
+from tierkv.testing import _needs  # noqa: F401 - before all others
 from tierkv.testing._admission import ORDINARY, check_admission
 from tierkv.testing._blocking import blocking_calls
 from tierkv.testing._chunker import check_chunker

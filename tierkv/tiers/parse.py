@@ -81,7 +81,7 @@ def _fs(root: Any, **settings: Any) -> Tier:
     try:
         from tierkv.tiers.fs import FSTier  # noqa: PLC0415 (needs the fs extra, and nobody else does)
     except ImportError as error:
-        allowed = f"a tier whose packages are installed ({error}); install tierkv-cache[fs]"
+        allowed = f"a tier whose packages are installed: {error}"
         raise bad_setting("tier", "fs", allowed) from error
     return FSTier(root, **settings)
 

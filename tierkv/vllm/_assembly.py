@@ -186,7 +186,7 @@ def make_tier(index: int, options: TierOptions) -> Tier:
     try:
         from tierkv.tiers.fs import FSTier  # noqa: PLC0415 (needs the fs extra, and nobody else does)
     except ImportError as error:
-        allowed = f"a tier whose packages are installed ({error}); install tierkv-cache[fs]"
+        allowed = f"a tier whose packages are installed: {error}"
         raise bad_setting(f"secondary_tiers[{index}].{options.type_key}", options.type, allowed) from error
     settings = {
         "capacity": options.capacity_nbytes,

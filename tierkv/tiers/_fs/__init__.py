@@ -2,3 +2,7 @@
 
 From outside only ``cli`` looks in, at what a root holds, and ``vllm``, for where the key of checksums comes from.
 """
+
+from tierkv._extras import require
+
+require("tierkv.tiers.fs", "aiofiles", "xxhash")
