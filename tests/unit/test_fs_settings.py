@@ -88,6 +88,22 @@ async def test_capacity_under_one_chunk(tmp_path: Path, of_the_level: bool) -> N
         assert tier.share_nbytes() == tier.charge_nbytes(LONGEST)
 
 
+async def test_more_free_than_the_disk_has(tmp_path: Path) -> None:
+    """With it nothing could ever be stored, in silence; what the disk has but for one chunk is taken."""
+    found = os.statvfs(tmp_path)
+    most = found.f_blocks * found.f_frsize - least_capacity_nbytes(LONGEST)
+    for nbytes in (most + 1, found.f_blocks * found.f_frsize, 500 << 40):
+        tier = FSTier(tmp_path / "root", capacity="1MiB", min_free=nbytes)
+        with pytest.raises(
+            ConfigError, match=rf"^fs\.min_free is {nbytes}, but must be less than .* nearest valid value: {most}$"
+        ):
+            await tier.open(context())
+        await tier.aclose()
+        assert not (tmp_path / "root").exists()
+    async with opened(tmp_path / "root", capacity="1MiB", min_free=most):
+        pass  # the disk may be full for now: that is no mistake
+
+
 async def test_a_root_on_a_read_only_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there, and nothing can be made in it."""
     real = os.open

@@ -45,7 +45,8 @@ class FSTier:
         root: directory; made if need be (mode 0700). A relative path is resolved here, once; a symbolic link at open.
         capacity: most bytes on the root, as an integer or text like ``"500GiB"``; None takes the level's, and if that
             has none either, half of what is free or ours already. The least of all processes on a root counts.
-        min_free: bytes to leave free on the file system, whoever fills it; None is 5 % of it, at most 1 GiB.
+        min_free: bytes to leave free on the file system, whoever fills it; None is 5 % of it, at most 1 GiB. Less
+            than the file system has.
         n_read_threads: most reads in flight, 1 to 256. Reads never wait behind writes.
         n_write_threads: most writes and removals in flight, 1 to 256.
         durability: what an acknowledged chunk survives: the end of the process, or with "power" (a sync a chunk)
@@ -121,8 +122,8 @@ class FSTier:
         """Take a place on the root and start the scan; returns before the scan has ended.
 
         Raises:
-            ConfigError: the root is no directory or may not be written, or the capacity does not hold one chunk;
-                nothing was created.
+            ConfigError: the root is no directory or may not be written, the capacity does not hold one chunk, or
+                ``min_free`` leaves no room for one on any disk of that size; nothing was created.
             TierError: another process uses the root and they cannot share it.
             OSError: the root cannot be used.
             ClosedError: the tier is open, or was closed: make another one.

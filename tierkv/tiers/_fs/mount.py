@@ -112,7 +112,7 @@ class Mount:
         self._tally = Tally()
         self._digest = namespace_digest(ctx.namespace, sums)
         self._slot_nbytes: int | None = None
-        self._min_free_nbytes = wishes.least_free_nbytes(root_fd)
+        self._min_free_nbytes = wishes.least_free_nbytes(name, ctx, root_fd)
         self._stop = threading.Event()
         self._ownership = Ownership(
             name, root_fd, namespace=self._digest.hex(), books=self.books, spare_nbytes=self.spare_nbytes,

@@ -51,11 +51,22 @@ class Wishes:
         if 0 < ctx.capacity_nbytes < least:
             raise bad_setting(f"{name}'s level capacity", ctx.capacity_nbytes, allowed, least)
 
-    def least_free_nbytes(self, root_fd: int) -> int:
-        """What is to stay free on the disk."""
-        if self.min_free_nbytes is not None:
-            return self.min_free_nbytes
-        return default_min_free_nbytes(os.fstatvfs(root_fd))
+    def least_free_nbytes(self, name: str, ctx: TierContext, root_fd: int) -> int:
+        """What is to stay free on the disk.
+
+        Raises:
+            ConfigError: the disk is so small that no chunk could ever be stored. One that is merely full for now is not
+                refused: it may be freed.
+        """
+        found = os.fstatvfs(root_fd)
+        if self.min_free_nbytes is None:
+            return default_min_free_nbytes(found)
+        disk_nbytes = found.f_blocks * found.f_frsize  # 0 where a file system does not tell
+        least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=self.layout == "slab")
+        if disk_nbytes and self.min_free_nbytes > disk_nbytes - least:
+            allowed = f"less than the {disk_nbytes} bytes of the file system by the {least} of one chunk"
+            raise bad_setting(f"{name}.min_free", self.min_free_nbytes, allowed, max(0, disk_nbytes - least))
+        return self.min_free_nbytes
 
     def root_capacity_nbytes(self, name: str, ctx: TierContext, root_fd: int, ours_nbytes: int) -> int:
         """What was asked for, or half of what is free or ours. Raises ConfigError where that holds no chunk."""
