@@ -84,15 +84,15 @@ def chunk_nbytes_of(given: int | str | None, chunker: Chunker, device: Port | No
     return nbytes
 
 
-def namespace_of(given: bytes | None, chunker: Chunker) -> bytes:
+def namespace_of(given: object, chunker: Chunker) -> bytes:
     """Canonical bytes of what keys mean anything under. Raises ConfigError."""
     if given is None:
         namespace = getattr(chunker, "namespace", None)
         if namespace is None:
             raise ConfigError("namespace is missing: give TieredCache one, or a chunker that has one")
         return bytes(namespace.to_bytes())
-    if not isinstance(given, bytes):
-        raise bad_setting("namespace", given, "bytes", example="Namespace(...).to_bytes()")
+    if not isinstance(given, bytes) or not given:
+        raise bad_setting("namespace", given, "bytes that only one model has", example="Namespace(...).to_bytes()")
     return given
 
 

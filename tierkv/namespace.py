@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ class Namespace:
     Put no secrets in: :meth:`describe` and ``repr`` show every field. On disk there is only a digest of it.
 
     Raises:
-        ConfigError: a field has the wrong type or range.
+        ConfigError: a field has the wrong type or range, or ``model`` is empty.
     """
 
     model: str
-    """Name or path."""
+    """Name or path. Not empty: what says nothing would be the same for two models."""
     revision: str = ""
     """Revision of the weights. After an online update of weights: the new one, else old KV is served."""
     weights_digest: str = ""
@@ -66,10 +67,13 @@ class Namespace:
             value = getattr(self, field.name)
             # Annotations of this module are text, and so are these types.
             if field.type == "str" and not isinstance(value, str):
-                raise bad_setting(field.name, value, "text", repr(str(value)))
+                meant = isinstance(value, (int, os.PathLike)) and not isinstance(value, bool)
+                raise bad_setting(field.name, value, "text", repr(str(value)) if meant else None)
             if field.type == "int":
                 low = field.default if isinstance(field.default, int) else 0
                 self._set(field.name, parse_count(field.name, value, low, 2**32 - 1))
+        if not self.model.strip():
+            raise bad_setting("model", self.model, "the name or the path of the model", example="Qwen/Qwen3-0.6B")
         if not isinstance(self.canonical_layout, bool):
             raise bad_setting("canonical_layout", self.canonical_layout, "True or False", bool(self.canonical_layout))
         if self.canonical_layout:

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from tests.gate import hold
+from tierkv import CPUTier, Level, TieredCache
 from tierkv.chunkers import Namespace, PrefixChunker, blocks_by_group, extra_bytes
 from tierkv.errors import ConfigError
+from tierkv.policies import LRU
 from tierkv.types import Chunk
 
 MODEL = Namespace(model="Qwen3-0.6B")
@@ -212,7 +214,6 @@ ODD_NAMES = [
     "a/../../b",
     "..",
     ".",
-    "",
     "\0",
     "a\n",
     "a\nb",
@@ -351,6 +352,8 @@ def test_groups_with_different_block_sizes() -> None:
     [
         {"model": None},
         {"model": b"m"},
+        {"model": ""},
+        {"model": " \n"},
         {"epoch": 7},
         {"tp_size": 0},
         {"tp_size": "2"},
@@ -367,6 +370,21 @@ def test_namespaces_that_are_refused(wrong: dict[str, Any]) -> None:
     """A field of another type would be another identity by accident."""
     with pytest.raises(ConfigError, match=f"^{next(iter(wrong))} is "):
         Namespace(**{"model": "m", **wrong})
+
+
+@pytest.mark.parametrize("model", [None, b"m", "", True])
+def test_a_missing_model_has_no_nearest(model: Any) -> None:
+    """Case: a name that was looked up and not found: 'None', or nothing, would be one model for all of them."""
+    with pytest.raises(ConfigError) as refused:
+        Namespace(model=model)
+    assert "nearest" not in str(refused.value)
+
+
+async def test_a_cache_of_no_namespace_is_refused() -> None:
+    """Empty bytes of a caller's own would be the same for every model, too."""
+    cut, levels = PrefixChunker(namespace=MODEL, chunk_nbytes=16), [Level(CPUTier(), LRU(), "1MiB")]
+    with pytest.raises(ConfigError, match=r"^namespace is b'', but must be bytes that only one model has"):
+        TieredCache(chunker=cut, levels=levels, namespace=b"")
 
 
 def test_a_namespace_is_a_value() -> None:
