@@ -531,8 +531,8 @@ MUTANTS = [
     Mutant(
         "min_free ignored",
         "_fs/wishes.py",
-        "if self.min_free_nbytes is not None:",
-        "if False:",
+        "if self.min_free_nbytes is None:",
+        "if True:",
         "unit/test_fs_sharing.py",
     ),
     Mutant(
