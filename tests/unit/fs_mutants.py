@@ -687,7 +687,7 @@ MUTANTS = [
     Mutant(
         "slab: a chunk that came back between two pieces is corrupt",
         "_fs/store.py",
-        "                if not is_fresh or not n_left:\n",
+        "                if not is_fresh or (not n_left and known[1] is not None):\n",
         "                if True:\n",
         "unit/test_attacks_pieces.py",
     ),

@@ -182,24 +182,29 @@ async def test_a_slot_that_goes_between_two_pieces(
         assert recount(root) <= 64 << 20
 
 
+@pytest.mark.parametrize("n_times", [1, 2])
 @pytest.mark.parametrize("is_foreign", [False, True])
 async def test_a_chunk_that_comes_back_into_its_slot_between_two_pieces(
-    root: Path, monkeypatch: pytest.MonkeyPatch, between: Between, is_foreign: bool
+    root: Path, monkeypatch: pytest.MonkeyPatch, between: Between, is_foreign: bool, n_times: int
 ) -> None:
-    """In the tenth of a second that rows can tell, while a piece of another's was read: it is not corrupt."""
+    """In the tenth of a second that rows can tell, while a piece of another's was read, or again: it is not corrupt."""
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s)
     async with opened(root, capacity="64MiB", ctx=CTX) as owner, opened(root, capacity="64MiB", ctx=CTX) as other:
         await put_for_both(owner, other)
         with between:
             reading = await midway(other if is_foreign else owner, between)
-            await another(owner)
-            between.go()
-            await between.piece()
-            await owner.delete([key_of(2)])
-            first_slot_next(owner)
-            await put(owner, 1)
-            assert _mount(owner).books.get(key_of(1)).at == 0
+            for n_left in reversed(range(n_times)):
+                await another(owner)
+                between.go()
+                await between.piece()
+                await owner.delete([key_of(2)])
+                first_slot_next(owner)
+                await put(owner, 1)
+                assert _mount(owner).books.get(key_of(1)).at == 0
+                for _ in range(N_PIECES - 1 if n_left else 0):  # to the end, and into the next read's midst
+                    between.go()
+                    await between.piece()
             between.off()
             outcome = await reading
         assert outcome.status in (OK, MISSING)

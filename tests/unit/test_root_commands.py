@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 
 from tests.fs_kit import (
     CHARGE,
+    LONGEST,
     NAMESPACE,
     PAGE,
     chunk_of,
@@ -37,7 +39,8 @@ from tests.fs_kit import (
 from tierkv.cli._main import main
 from tierkv.cli._root import Pace, sampled, visible
 from tierkv.tiers._fs.format import BadHeaderError, leaf_of, namespace_digest
-from tierkv.tiers._fs.inspection import Kind, Root
+from tierkv.tiers._fs.found import Kind
+from tierkv.tiers._fs.inspection import Root
 from tierkv.tiers._fs.page import OwnerPage
 from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
@@ -313,6 +316,39 @@ async def test_what_is_evicted_between_a_look_and_a_read_is_no_damage(root: Path
         }  # fmt: skip
         code, wrong, counts = verify(root, capsys)
         assert (code, len(wrong), counts["verified"]) == (1, 1, 3)
+
+
+@only_slab
+async def test_a_slot_that_had_another_chunk_for_a_moment_is_looked_at_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row tells time in tenths of a second: one that was written a moment ago may be the second of its kind."""
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    async with opened(root) as tier:
+        await store(tier, chunk_of(0))
+        real, n_wrong = os.pread, 1
+
+        def pread(fd: int, n: int, at: int) -> bytes:
+            nonlocal n_wrong
+            data = real(fd, n, at)
+            if n == LONGEST and n_wrong:
+                n_wrong -= 1
+                return bytes(len(data))
+            return data
+
+        monkeypatch.setattr(os, "pread", pread)
+        monkeypatch.setattr(time, "sleep", lambda _: None)
+        with closing(Root("ROOT", str(root))) as looker:
+            (found,) = [found for found in looker.files(slots=True) if found.kind is Kind.CHUNK]
+            looker.verify(found)
+            assert not n_wrong
+            n_wrong = 2
+            with pytest.raises(BadHeaderError):
+                looker.verify(found)
+            n_wrong, now_s = 1, now_s + 10
+            with pytest.raises(BadHeaderError):
+                looker.verify(found)
 
 
 def remove(catalogue: Path) -> None:

@@ -179,7 +179,7 @@ def _owners(owners: list[Owner], now_s: float) -> Iterator[Finding]:
 
 
 def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]:
-    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.found import Kind  # noqa: PLC0415 - needs the extra fs
     from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415
 
     nbytes_of: defaultdict[str, int] = defaultdict(int)

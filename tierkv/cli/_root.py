@@ -18,7 +18,8 @@ from tierkv.errors import bad_setting
 from tierkv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from tierkv.tiers._fs.inspection import Found, Owner, Root
+    from tierkv.tiers._fs.found import Found
+    from tierkv.tiers._fs.inspection import Owner, Root
     from tierkv.tiers._fs.unlisted import Unlisted
 
 DU_DESCRIPTION = """\
@@ -140,7 +141,7 @@ class Usage:
         return min((o.page.capacity_nbytes for o in self.owners if o.alive and o.page is not None), default=None)
 
     def count(self, found: Found) -> None:
-        from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+        from tierkv.tiers._fs.found import Kind  # noqa: PLC0415 - needs the extra fs
 
         self.total_nbytes += found.charge_nbytes
         if found.kind is Kind.CHUNK and found.name is not None:
@@ -209,7 +210,7 @@ def run_du(arguments: argparse.Namespace) -> int:
 
 
 def _chunks(root: Root, namespace: str, owner: str = "") -> Iterator[Found]:
-    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.found import Kind  # noqa: PLC0415 - needs the extra fs
 
     for found in root.files(namespace=namespace, slots=True):
         if found.kind is Kind.CHUNK and found.name is not None and found.name.owner.startswith(owner):
@@ -300,7 +301,7 @@ def _part(option: str, text: str) -> float:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Print what is wrong, and the counts; 1 if something is."""
-    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.found import Kind  # noqa: PLC0415 - needs the extra fs
     from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415
 
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
@@ -350,7 +351,7 @@ def _verdict(counts: Counter[str]) -> str:
 def _why_not(root: Root, found: Found, pace: Pace) -> str | None:
     """Why an engine would not serve this; empty if it would, None if it has gone meanwhile."""
     from tierkv.tiers._fs.format import BadHeaderError  # noqa: PLC0415 - needs the extra fs
-    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415
+    from tierkv.tiers._fs.found import Kind  # noqa: PLC0415
 
     if found.kind is not Kind.CHUNK:
         return {

@@ -17,7 +17,8 @@ from tierkv.errors import TierError, bad_setting
 from tierkv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
-    from tierkv.tiers._fs.inspection import Found, Owner, Root
+    from tierkv.tiers._fs.found import Found
+    from tierkv.tiers._fs.inspection import Owner, Root
     from tierkv.tiers._fs.sweep import Census, Swept
 
 GC_DESCRIPTION = """\
@@ -234,7 +235,7 @@ def _one_namespace(root: Root, prefix: str) -> str | None:
 
 def _survey(root: Root, namespace: str | None) -> tuple[Counter[str], Counter[str]]:
     """(what will leave, in numbers; bytes by owner, in all of the root)."""
-    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.found import Kind  # noqa: PLC0415 - needs the extra fs
 
     there: Counter[str] = Counter()
     by_owner: Counter[str] = Counter()
@@ -249,7 +250,7 @@ def _survey(root: Root, namespace: str | None) -> tuple[Counter[str], Counter[st
 
 def _is_wiped(census: Census, found: Found) -> bool:
     """All but what a living engine is writing at this moment: taken from under it, that would be a failed write."""
-    from tierkv.tiers._fs.inspection import Kind  # noqa: PLC0415 - needs the extra fs
+    from tierkv.tiers._fs.found import Kind  # noqa: PLC0415 - needs the extra fs
 
     assert found.name is not None
     return found.kind is not Kind.UNFINISHED or census.is_dead(found.name.owner)

@@ -48,7 +48,7 @@ _NO_ROW: Final = bytes(ROW_NBYTES)
 _BOOT_NBYTES: Final = 36
 _STAMP = struct.Struct(f"<QQQq{_BOOT_NBYTES}s")  # device, inode, length, when it changed last, run of the machine
 STAMP_NBYTES: Final[int] = _STAMP.size
-_FRESH_S: Final = 0.2
+FRESH_ROW_S: Final = 0.2
 """More than the step in which a row tells time."""
 _TICK_S: Final = 0.02
 """More than the step in which a file system tells time."""
@@ -97,7 +97,12 @@ class Row(NamedTuple):
     @property
     def is_fresh(self) -> bool:
         """Whether the same key, written into the same slot now, could get the same row."""
-        return time.time() - self.used_s < _FRESH_S
+        return is_fresh(self.used_s)
+
+
+def is_fresh(used_s: float) -> bool:
+    """Whether a row that is written now could tell the same time."""
+    return abs(time.time() - used_s) < FRESH_ROW_S
 
 
 def slab_name(owner: str, slot_nbytes: int, kind: str) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tierkv.tiers._fs.catalogue import SLAB, SLOTS
-from tierkv.tiers._fs.inspection import Found, Kind, Root
+from tierkv.tiers._fs.found import Found, Kind
+from tierkv.tiers._fs.inspection import Root
 from tierkv.tiers._fs.sweep import Broom, Census, Fate, Swept, orphans_of, settle
 
 UNREAD: Final = "unread"

@@ -14,22 +14,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from functools import partial
 from typing import Final
 
 from tierkv.errors import bad_setting
-from tierkv.tiers._fs.catalogue import (
-    PART,
-    SLAB,
-    SlabName,
-    allocated_nbytes,
-    is_still_there,
-    parse_slab_name,
-    rows_of,
-    slab_name,
-)
+from tierkv.tiers._fs.catalogue import FRESH_ROW_S, SlabName, is_fresh, is_still_there, parse_slab_name
 from tierkv.tiers._fs.dirs import directory, entries_of, names_in
-from tierkv.tiers._fs.file_io import damage
 from tierkv.tiers._fs.format import (
     HEADER_NBYTES,
     LEAVES,
@@ -37,63 +27,20 @@ from tierkv.tiers._fs.format import (
     PLAIN,
     ROOT_LOCK,
     BadHeaderError,
-    FileName,
     Header,
     Sums,
     header_in_slot,
     header_of,
     is_namespace_dir,
-    leaf_of,
     padded_nbytes,
-    parse_file_name,
     parse_owner_file,
 )
+from tierkv.tiers._fs.found import Found, foreign_at, found_at, in_slab
 from tierkv.tiers._fs.page import FRESH_S, OwnerPage, processes
-from tierkv.types import ChunkKey
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _STEP_NBYTES: Final = 1 << 20
 _LOCK_TIMEOUT_S: Final = 10.0
-
-
-class Kind(StrEnum):
-    """What lies at a place of a root, as far as name, kind and length tell."""
-
-    CHUNK = "chunk"
-    UNFINISHED = "unfinished"
-    """Being written; or left by a writer that was killed, until its owner's files are adopted."""
-    DAMAGED = "damaged"
-    """A length that no chunk file has."""
-    MISPLACED = "misplaced"
-    """In a directory where no lookup finds it."""
-    NOT_REGULAR = "not regular"
-    """A link, FIFO, device, socket or directory with a name of ours."""
-    SLAB = "slab"
-    """A file of slots, or its catalogue: what it occupies besides the chunks that are told of by themselves."""
-    FOREIGN = "foreign"
-    """Nothing of ours: never touched, never counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Something in a root, unread."""
-
-    kind: Kind
-    place: str
-    """Path below the root."""
-    name: FileName | None
-    """None for what is foreign."""
-    namespace: str
-    """Digest; empty outside of any."""
-    nbytes: int
-    """Length of the file."""
-    mtime_s: float
-    """When it was written, or lately read; Unix seconds."""
-
-    @property
-    def charge_nbytes(self) -> int:
-        """What counts against the root's capacity."""
-        return 0 if self.kind is Kind.FOREIGN else padded_nbytes(self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +182,7 @@ class Root:
                 if namespace is None or name.startswith(namespace):
                     yield from self._in_namespace(name, slots=slots)
             elif parse_owner_file(name) is None and name != ROOT_LOCK and namespace is None:
-                yield _foreign(name, "", found)
+                yield foreign_at(name, "", found)
 
     def _in_namespace(self, namespace: str, *, slots: bool) -> Iterator[Found]:
         with directory(namespace, self._fd) as namespace_fd:
@@ -247,7 +194,7 @@ class Root:
                     yield from in_slab(namespace, namespace_fd, slab, found, slots=slots)
                     continue
                 if leaf not in LEAVES or not stat.S_ISDIR(found.st_mode):
-                    yield _foreign(f"{namespace}/{leaf}", namespace, found)
+                    yield foreign_at(f"{namespace}/{leaf}", namespace, found)
                     continue
                 with directory(leaf, namespace_fd) as leaf_fd:
                     for name, inside in () if leaf_fd is None else entries_of(leaf_fd):
@@ -265,6 +212,9 @@ class Root:
             FileNotFoundError: it is gone.
             OSError: it cannot be read now.
         """
+        return self._steady(found, self._read_header)
+
+    def _read_header(self, found: Found) -> Header:
         with self._opened(found) as (fd, start):
             return _header(fd, start, found, self._sums)
 
@@ -274,6 +224,9 @@ class Root:
         Raises:
             BadHeaderError, FileNotFoundError, OSError: as :meth:`header`.
         """
+        return self._steady(found, partial(self._verify, pace=pace))
+
+    def _verify(self, found: Found, pace: Callable[[int], None]) -> Header:
         with self._opened(found) as (fd, start):
             header = _header(fd, start, found, self._sums)
             digest, at = self._sums.hasher(), start + HEADER_NBYTES
@@ -288,6 +241,17 @@ class Root:
             if not hmac.compare_digest(digest.digest(), header.checksum):
                 raise BadHeaderError("payload checksum")
             return header
+
+    def _steady(self, found: Found, look: Callable[[Found], Header]) -> Header:
+        """Look again, once, at a chunk so young that another may have had its slot meanwhile, of which no row tells."""
+        may_be_busy = parse_slab_name(found.place.split("/")[1]) is not None and is_fresh(found.mtime_s)
+        try:
+            return look(found)
+        except BadHeaderError:
+            if not may_be_busy:
+                raise
+        time.sleep(2 * FRESH_ROW_S)
+        return look(found)
 
     @contextlib.contextmanager
     def _opened(self, found: Found) -> Iterator[tuple[int, int]]:
@@ -342,51 +306,6 @@ def _lock_shared(fd: int) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def _foreign(place: str, namespace: str, found: os.stat_result) -> Found:
-    return Found(Kind.FOREIGN, place, None, namespace, found.st_size, found.st_mtime)
-
-
-def found_at(namespace: str, leaf: str, name: str, found: os.stat_result) -> Found:
-    place, parsed = f"{namespace}/{leaf}/{name}", parse_file_name(name)
-    if parsed is None:
-        return _foreign(place, namespace, found)
-    kind = Kind.CHUNK
-    match damage(found):
-        case "not_regular":
-            kind = Kind.NOT_REGULAR
-        case _ if parsed.is_part:
-            kind = Kind.UNFINISHED
-        case "corrupt":
-            kind = Kind.DAMAGED
-        case _ if leaf_of(parsed.key) != leaf:
-            kind = Kind.MISPLACED
-    return Found(kind, place, parsed, namespace, found.st_size, found.st_mtime)
-
-
-def in_slab(
-    namespace: str, namespace_fd: int, slab: SlabName, found: os.stat_result, *, slots: bool
-) -> Iterator[Found]:
-    """One file of a slab, after its chunks if they are asked for."""
-    name = slab_name(slab.owner, slab.slot_nbytes, slab.kind) + PART * slab.is_part
-    kind = Kind.UNFINISHED if slab.is_part else Kind.SLAB
-    chunks = (
-        rows_of(slab, namespace_fd, bytes.fromhex(namespace))
-        if slots and slab.kind == SLAB and not slab.is_part
-        else ()
-    )
-    n_chunks = 0
-    for row in chunks:
-        n_chunks += 1
-        key_name = FileName(row.key, slab.owner, is_part=False)
-        place = f"{namespace}/{name}/{row.slot}"
-        yield Found(Kind.CHUNK, place, key_name, namespace, slab.slot_nbytes, row.used_s)
-    nbytes = max(0, allocated_nbytes(found) - n_chunks * slab.slot_nbytes)
-    yield Found(
-        kind, f"{namespace}/{name}", FileName(ChunkKey(b""), slab.owner, is_part=False), namespace, nbytes,
-        found.st_mtime,
-    )  # fmt: skip
 
 
 def _header(fd: int, start: int, found: Found, sums: Sums) -> Header:

@@ -264,6 +264,8 @@ class Operations:
     def _corrupt(self, key: ChunkKey, owner: str, held: Held | None, error: CorruptFileError) -> Outcome:
         if self._ownership.number_of(owner) is None:
             self._lookups.shun(key, owner, error.identity)
+        elif held is not None and self._books.get(key) != held:
+            return Outcome(key, _MISSING)  # removed while it was read, and perhaps written anew in the same place
         else:
             removed = self._try_to_remove(key, owner, held, error.identity)
             if removed is False:

@@ -18,7 +18,7 @@ from tierkv.tiers._fs.slabs import Slabs
 from tierkv.types import ChunkKey
 
 _MOST_TRIES: Final = 2
-"""A slot would have to change hands twice in a tenth of a second, and do so again."""
+"""A slot has to change hands twice in a tenth of a second, and do so again, before what it holds is left unread."""
 
 
 class Seen(NamedTuple):
@@ -98,9 +98,12 @@ class Store:
                 again = self._slabs.find(key, *known)
                 if again is None or again.identity != berth.identity:
                     raise FileNotFoundError from None
-                # Or even for another chunk and then for this one, of which no row as fresh as this could tell.
-                if not is_fresh or not n_left:
+                # Or even for another chunk and then for this one, of which no row as fresh as this could tell. Of a
+                # chunk of ours the books can, so the caller knows better.
+                if not is_fresh or (not n_left and known[1] is not None):
                     raise
+                if not n_left:
+                    raise FileNotFoundError from None  # not now: a writer is busy there
                 berth = again
         if touch:
             with contextlib.suppress(OSError):  # a file system that turned read-only still serves

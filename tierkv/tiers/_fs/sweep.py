@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 
 from tierkv.tiers._fs.dirs import directory, names_in, unlink, unlink_quietly
 from tierkv.tiers._fs.format import LEAVES, PAGE_NBYTES, ROOT_LOCK, is_namespace_dir, parse_owner_file
-from tierkv.tiers._fs.inspection import Found, Owner, Root, found_at
+from tierkv.tiers._fs.found import Found, found_at
+from tierkv.tiers._fs.inspection import Owner, Root
 from tierkv.tiers._fs.page import processes
 
 SPEAK_S: Final = 2.0
