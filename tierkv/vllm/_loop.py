@@ -104,7 +104,8 @@ class MoverLoop:
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: deque[News | Completion] = deque()
         self._found: deque[Absorbed] = deque()
-        self._n_found = 0
+        # Each is changed by one thread only: scan results that were queued, and that were taken.
+        self._n_queued = self._n_taken = 0
         self._asked: set[tuple[int, ChunkKey]] = set()
         """Levels and keys of probes under way: an engine that waits asks for them again in every step."""
         self._room = asyncio.Event()
@@ -149,8 +150,8 @@ class MoverLoop:
         if not self._found:
             return None
         found = self._found.popleft()
-        self._n_found -= len(found.found)
-        if self._n_found <= _MAX_FOUND and self._loop is not None:
+        self._n_taken += len(found.found)
+        if self._loop is not None and not self._is_full():
             self._loop.call_soon_threadsafe(self._room.set)
         return found
 
@@ -259,12 +260,16 @@ class MoverLoop:
         try:
             async for found in tier.scan():
                 self._found.append(Absorbed(index, tier, found))
-                self._n_found += len(found)
-                while self._n_found > _MAX_FOUND:
+                self._n_queued += len(found)
+                while self._is_full():
                     self._room.clear()
                     await self._room.wait()
         except Exception:
             logger.exception("The scan of tier %d ended early; what it did not reach is found by probes", index)
+
+    def _is_full(self) -> bool:
+        """Scan results wait in such numbers that the scan waits, too."""
+        return self._n_queued - self._n_taken > _MAX_FOUND
 
     async def _probe(self, index: int, keys: Sequence[ChunkKey]) -> None:
         tier = self._tiers[index]
