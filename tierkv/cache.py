@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from types import TracebackType
 from typing import Any, Self
@@ -122,7 +122,7 @@ class TieredCache:
         except BaseException:
             for tier in reversed(opened):
                 try:
-                    await tier.aclose()
+                    await _within(_TIER_CLOSE_S, tier, "not closed", tier.aclose())
                 except Exception as error:  # noqa: BLE001 - what kept it from opening is what counts
                     _log.warning("%s: closing raised %r", tier.name, error)
             raise
@@ -149,8 +149,8 @@ class TieredCache:
         """Finish the copies under way, at most ``timeout_s``, then close every tier, slowest first. Idempotent.
 
         Whatever happens, also a cancellation, everything is released. Copies that hang stay in threads that end with
-        the process, and a tier that has not closed after ``timeout_s`` (10 s at least) is left to itself with a
-        warning. Raises an ExceptionGroup of what the tiers raised.
+        the process, and a tier that has not saved its order, or has not closed, after ``timeout_s`` (10 s at least) is
+        left to itself with a warning. Raises an ExceptionGroup of what the tiers raised.
         """
         if self._driver is None:
             return
@@ -162,15 +162,17 @@ class TieredCache:
         driver = self._opened(closing=True)
         await driver.stop(timeout_s)
         self._port.close()
+        limit_s = max(timeout_s, _TIER_CLOSE_S)
         errors: list[Exception] = []
         for level, books in reversed(list(zip(self._levels, driver.hierarchy.levels, strict=True))):
             try:
                 if isinstance(level.tier, ScanTier):
-                    await level.tier.save_order(books.ledger.coldest_first())
+                    order = books.ledger.coldest_first()
+                    await _within(limit_s, level.tier, "order not saved", level.tier.save_order(order))
             except Exception as error:  # noqa: BLE001 - the tier must be closed all the same
                 errors.append(error)
             try:
-                await _within(level.tier, max(timeout_s, _TIER_CLOSE_S))
+                await _within(limit_s, level.tier, "not closed", level.tier.aclose())
             except Exception as error:  # noqa: BLE001 - so must the others
                 errors.append(error)
         if errors:
@@ -383,12 +385,12 @@ class TieredCache:
         return f"<TieredCache {'; '.join(parts)}>"
 
 
-async def _within(tier: Tier, timeout_s: float) -> None:
-    """Close a tier; one that hangs (a dead disk) goes on by itself and is not waited for any longer."""
-    closing = asyncio.ensure_future(tier.aclose())
-    done, _ = await asyncio.wait({closing}, timeout=timeout_s)
+async def _within(limit_s: float, tier: Tier, otherwise: str, call: Coroutine[Any, Any, None]) -> None:
+    """Wait for a call of a tier; one that hangs (a dead disk) goes on by itself and is not waited for any longer."""
+    task = asyncio.ensure_future(call)
+    done, _ = await asyncio.wait({task}, timeout=limit_s)
     if done:
-        return closing.result()
-    _log.warning("%s: not closed after %g s; what still runs there ends with the process", tier.name, timeout_s)
-    closing.cancel()
+        return task.result()
+    _log.warning("%s: %s after %g s; what still runs there ends with the process", tier.name, otherwise, limit_s)
+    task.cancel()
     return None

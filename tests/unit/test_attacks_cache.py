@@ -166,6 +166,40 @@ async def test_a_tier_that_does_not_close_is_left_to_itself(
         await lower.contains([])
 
 
+class Forgetful(MemoryTier):
+    """It scans, and hangs where it is to write down what it knows of recency."""
+
+    writable = True
+
+    def settled(self, key: ChunkKey) -> bool:
+        return True
+
+    async def scan(self) -> AsyncIterator[Sequence[Found]]:
+        yield []
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> Sequence[Found | None]:
+        return [None] * len(keys)
+
+    async def save_order(self, chunks: Sequence[Chunk]) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_tier_that_does_not_save_its_order_is_closed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that dies while recency is written down held the whole close up, and every tier behind it."""
+    monkeypatch.setattr(tierkv.cache, "_TIER_CLOSE_S", 0.1)
+    cache = cache_of(Forgetful(name="stuck"))
+    async with asyncio.timeout(PATIENCE_S):
+        async with cache:
+            await store(cache, prompt(0))
+            assert await cache.wait_idle(PATIENCE_S)
+            await cache.aclose(0.1)
+    assert "stuck: order not saved" in caplog.text
+    with pytest.raises(tierkv.ClosedError):
+        await cache._levels[1].tier.contains([])
+
+
 def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read hangs for good: the cache closes within its limit and so does the loop; the read's own end is clean."""
     monkeypatch.setattr(tierkv.cache, "_TIER_CLOSE_S", 0.1)
