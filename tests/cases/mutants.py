@@ -112,14 +112,8 @@ GUARDED: Final = [
     (
         "memory that is not aligned cannot be written",
         IO,
-        (
-            "                if os.pwritev(fd, parts, 0) == total:\n                    return\n"
-            "            except OSError as error:\n                if error.errno != errno.EINVAL:\n"
-        ),
-        (
-            "                if os.pwritev(fd, parts, 0) == total:\n                    return\n"
-            "            except OSError as error:\n                if error.errno:\n"
-        ),
+        "        if error.errno != errno.EINVAL:\n            raise error\n",
+        "        if error.errno:\n            raise error\n",
         _hunt("disk", "a15"),
     ),
     (

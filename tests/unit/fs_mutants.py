@@ -551,7 +551,7 @@ MUTANTS = [
     ),
     Mutant(
         "corrupt file stays charged",
-        "_fs/ops.py",
+        "_fs/lookup.py",
         "            if removed and held is not None:\n                self._books.drop(key, owner, held)",
         "            if removed and held is not None:\n                pass",
         "unit/test_fs_hostile.py",

@@ -22,8 +22,10 @@ from tests.fs_kit import (
     kill,
     layout,  # noqa: F401
     n_on_disk,
+    only_files,
     only_slab,
     opened,
+    path_of,
     scanned,
     store,
     write,
@@ -110,6 +112,43 @@ async def test_a_late_probe_does_not_forget_what_was_stored_again(root: Path, mo
         (outcome,) = await write(tier, chunk_of(1))
         assert outcome.reason is Reason.FULL, "the one place is taken"
         assert tier.counters()["vanished"] == 0
+
+
+@only_files
+@pytest.mark.parametrize("asks", ["read", "probe", "delete"])
+async def test_a_chunk_that_is_just_being_deleted_counts_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, asks: str
+) -> None:
+    """Its file is gone and its record not yet: it has been deleted, and has not vanished as well."""
+    async with opened(root, n_chunks=2, n_read_threads=1) as tier:
+        await store(tier, chunk_of(0))
+        files = _mount(tier).operations._files
+        remove, removed, may = files.remove, threading.Event(), threading.Event()
+
+        def slowly(*args: Any, **options: Any) -> bool:
+            monkeypatch.setattr(files, "remove", remove)
+            done = bool(remove(*args, **options))
+            removed.set()
+            assert may.wait(PATIENCE_S)
+            return done
+
+        monkeypatch.setattr(files, "remove", slowly)
+        deletion = asyncio.ensure_future(tier.delete([K]))
+        assert await asyncio.to_thread(removed.wait, PATIENCE_S)
+        if asks == "read":
+            assert await fetch(tier, chunk_of(0)) == [Status.MISSING]
+        elif asks == "probe":
+            assert await tier.probe([K]) == [None]
+        else:
+            _mount(tier).operations._delete(K, {})
+        may.set()
+        await deletion
+        counters = tier.counters()
+        assert (counters["deleted"], counters["vanished"], tier.usage()["n_chunks"]) == (1, 0, 0)
+        await store(tier, chunk_of(0))
+        path_of(root, K, tier).unlink()
+        assert await fetch(tier, chunk_of(0)) == [Status.MISSING]
+        assert tier.counters()["vanished"] == 1, "what somebody else removed has vanished still"
 
 
 @only_slab

@@ -241,6 +241,32 @@ async def test_rewriting_replaces_and_deleting_frees(root: Path) -> None:
         assert await fetch(tier, chunk_of(1), chunk_of(2)) == [Status.MISSING] * 2
 
 
+@only_files
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
+async def test_a_call_that_ends_short_is_no_refusal_of_direct_io(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """It says nothing of the memory: it is not counted as such, and nobody is told to align anything."""
+    real, n_short = getattr(os, name), 1
+
+    def short(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        nonlocal n_short
+        if n_short:
+            n_short -= 1
+            return int(real(fd, [buffers[0]], offset))
+        return int(real(fd, buffers, offset))
+
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+        monkeypatch.setattr(os, name, short)
+        if name == "preadv":
+            assert await fetch(tier, chunk_of(1)) == [OK]
+        else:
+            await store(tier, chunk_of(2))
+        assert tier.counters()["buffered"] == 0
+    assert not [r for r in caplog.records if "aligned" in r.message]
+
+
 async def test_modes_are_private_whatever_the_umask(root: Path) -> None:
     """0600 and 0700, also under a umask that takes the owner's own bits."""
     for mask in (0o000, 0o777):

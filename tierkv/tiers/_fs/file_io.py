@@ -249,9 +249,8 @@ class ChunkFiles:
                 if os.pwritev(fd, parts, 0) == total:
                     return
             except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            self._leave_direct(fd)
+                self._count_refused(error)
+            _leave_direct(fd)
         if os.pwritev(fd, parts, 0) != total:
             raise OSError(errno.ENOSPC, "the write ended short")
 
@@ -309,19 +308,24 @@ class ChunkFiles:
                 if os.preadv(fd, parts, offset) == total:
                     return
             except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            self._leave_direct(fd)
+                self._count_refused(error)
+            _leave_direct(fd)
         if os.preadv(fd, parts, offset) != total:
             if os.fstat(fd).st_size == found.st_size:  # the file is as long as it was: not its fault
                 raise OSError(errno.EIO, "the read ended short")
             raise CorruptFileError("the file ends short", identity_of(found))
 
-    def _leave_direct(self, fd: int) -> None:
-        """Let this one descriptor go through the page cache: its memory is not aligned for O_DIRECT."""
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
+    def _count_refused(self, error: OSError) -> None:
+        """Direct I/O refuses memory that is not aligned for it. Raises what is any other error."""
+        if error.errno != errno.EINVAL:
+            raise error
         if self._tally.add("buffered") == 1:
             _log.warning("memory that is not aligned to %d bytes: its chunks go through the page cache", PAGE_NBYTES)
+
+
+def _leave_direct(fd: int) -> None:
+    """Let this one descriptor go through the page cache: it was refused, or ended short, which says nothing yet."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
 
 
 def direct_works(name: str, dir_fd: int) -> bool:

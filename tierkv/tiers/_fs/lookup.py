@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -44,6 +45,8 @@ class Lookups:
         self._tally = tally
         self._clock = clock
         self._absent: dict[ChunkKey, float] = {}
+        # How many are just removing each: it is not where the books say, and has not vanished.
+        self._removing: Counter[ChunkKey] = Counter()
         self._shunned: dict[tuple[ChunkKey, str], Identity] = {}
 
     def settled(self, key: ChunkKey) -> bool:
@@ -70,9 +73,26 @@ class Lookups:
         """The key was written: forget that it was absent."""
         self._absent.pop(key, None)
 
+    def remove(self, key: ChunkKey, owner: str, held: Held | None, *, identity: Identity | None = None) -> bool:
+        """Remove a chunk of ours, from the books too; False if it was gone, or is not that very one. Raises OSError."""
+        with self._books.lock:
+            self._removing[key] += 1
+        try:
+            removed = self._store.remove(key, owner, held, identity=identity)
+            if removed and held is not None:
+                self._books.drop(key, owner, held)
+            return removed
+        finally:
+            with self._books.lock:
+                self._removing[key] -= 1
+                if not self._removing[key]:
+                    del self._removing[key]
+
     def forget(self, key: ChunkKey, owner: str, held: Held | None, why: str) -> None:
         """A chunk of ours is not where the books say, unless it is just being removed: then that does the rest."""
-        if held is None or self._books.get(key) != held or not self._store.reclaim(owner, held):
+        if held is None or key in self._removing:  # asked first: a removal that has ended has changed the books
+            return
+        if self._books.get(key) != held or not self._store.reclaim(owner, held):
             return
         if self._books.drop(key, owner, held) is not None:
             self._tally.add(why)
@@ -125,15 +145,15 @@ class Lookups:
         if self._ownership.number_of(owner) is None:
             return
         try:
-            if not self._store.remove(key, owner, held, identity=found.identity):
+            if not self.remove(key, owner, held, identity=found.identity):
                 return
         except OSError as error:
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", owner, error)
             if held is not None and why == "corrupt":
                 self._keep_charged(key, owner, held, found)
                 return
-        if held is not None:
-            self._books.drop(key, owner, held)
+            if held is not None:
+                self._books.drop(key, owner, held)
         self._tally.add(why)
 
     def _keep_charged(self, key: ChunkKey, owner: str, held: Held, found: Seen) -> None:

@@ -104,9 +104,10 @@ class Operations:
             except FileNotFoundError:
                 self._lookups.forget(key, owner, held, "vanished")
             except NotRegularError:
-                if ours:
-                    self._try_to_remove(key, owner, held, None)
-                self._lookups.forget(key, owner, held, "not_regular")
+                if not (ours and self._try_to_remove(key, owner, held, None)):
+                    self._lookups.forget(key, owner, held, "not_regular")
+                elif held is not None:
+                    self._tally.add("not_regular")
             except CorruptFileError as error:
                 return self._corrupt(key, owner, held, error)
             except (ChunkSizeError, OSError) as error:
@@ -248,7 +249,7 @@ class Operations:
             if held is None and not self._books.claim(key, owner):
                 continue
             try:
-                removed = self._store.remove(key, owner, held)
+                removed = self._lookups.remove(key, owner, held)
             except OSError as error:
                 if error.errno not in _IN_THE_WAY:
                     self._tally.add("failed_deletes")
@@ -258,7 +259,6 @@ class Operations:
             if not removed:
                 self._lookups.forget(key, owner, held, "vanished")
             elif held is not None:
-                self._books.drop(key, owner, held)
                 self._tally.add("deleted")
 
     def _corrupt(self, key: ChunkKey, owner: str, held: Held | None, error: CorruptFileError) -> Outcome:
@@ -270,8 +270,6 @@ class Operations:
             removed = self._try_to_remove(key, owner, held, error.identity)
             if removed is False:
                 return Outcome(key, _MISSING)  # another read found it first, or a write has replaced it
-            if removed and held is not None:
-                self._books.drop(key, owner, held)
         count = self._tally.add("corrupt")
         if count & (count - 1) == 0:  # 1, 2, 4, 8, ... : a dying disk must not fill the log too
             # Not the exception itself: its traceback holds the slot's buffer for as long as somebody keeps the record.
@@ -282,7 +280,7 @@ class Operations:
     def _try_to_remove(self, key: ChunkKey, owner: str, held: Held | None, identity: Identity | None) -> bool | None:
         """Remove what lies at a path of ours; False if it is gone or another file by now, None if it cannot be."""
         try:
-            return self._store.remove(key, owner, held, identity=identity)
+            return self._lookups.remove(key, owner, held, identity=identity)
         except OSError as error:
             # Not the exception itself, as above.
             _log.warning("%s: cannot remove what lies at a chunk's path: %s", self._name, str(error))
