@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +41,7 @@ async def test_a_root_that_works_has_nothing_wrong(root: Path, capsys: Capture) 
         assert files_under(root) == before
     code, wrong, notes = doctor(root, capsys)
     assert (code, wrong) == (0, [])
-    assert any(note.startswith("1 dead owners") for note in notes)
+    assert any(note.startswith("1 dead owner: ") for note in notes)
     assert main(["doctor", str(root)]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("0 wrong, ")
 
@@ -63,8 +64,8 @@ async def test_a_namespace_that_matches_nothing(root: Path, capsys: Capture) -> 
     async with opened(root, ctx=context(namespace=b"another model")):
         code, wrong, notes = doctor(root, capsys)
     assert (code, wrong) == (0, [])
-    assert any("is empty and 1 others are not" in note for note in notes)
-    assert any("that no living engine reads: first to leave" in note for note in notes)
+    assert any("is empty, unlike 1 other:" in note for note in notes)
+    assert any(re.fullmatch("first to leave: .* in 1 namespace that nobody alive reads", note) for note in notes)
 
 
 def edit_page(root: Path, **changes: Any) -> None:
@@ -116,7 +117,13 @@ async def test_what_else_lies_there(root: Path, capsys: Capture) -> None:
     code, wrong, notes = doctor(root, capsys)
     assert (code, wrong) == (0, [])
     text = "\n".join(notes)
-    for part in ("1 damaged", "1 not regular", "1 foreign", "1 files are dated in the future", "has mode 755"):
+    for part in (
+        "damaged: 1 file;",
+        "not regular: 1 thing;",
+        "foreign: 1 thing;",
+        "after a kill: 1 file;",
+        "has mode 755",
+    ):
         assert part in text, text
 
 

@@ -1,13 +1,16 @@
-"""The reference page of options names every option that the parser knows, and no other."""
+"""The reference pages name every option that is read, and no other."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tierkv.cli._main import _parser
+from tierkv.cli._parser import Parser
 from tierkv.vllm import options
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -31,27 +34,32 @@ def test_every_option_of_a_tier_is_documented() -> None:
     assert _documented("### An entry of `secondary_tiers`") == set(options.FS_KEYS) | {"module_path"}
 
 
-def _offered(*command: str) -> set[str]:
-    """Long options of a command."""
-    parser = _parser()
-    for name in command:
-        (choices,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
-        parser = choices[name]
-    return {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
+PAGES = {
+    "bench fs": ("bench.md", "## `tierkv bench fs"),
+    "bench device": ("bench.md", "## `tierkv bench device"),
+    "tune": ("tune.md", "## Options"),
+    "demo": ("demo.md", "## Options"),
+} | {name: ("root-commands.md", f"## `tierkv {name} ROOT") for name in ("du", "ls", "verify", "doctor", "gc", "wipe")}
 
 
-@pytest.mark.parametrize("kind", ["fs", "device"])
-def test_every_option_of_bench_is_documented(kind: str) -> None:
-    """The table of the command has the options that it takes, no more and no fewer."""
-    assert _documented(f"## `tierkv bench {kind}", REFERENCE / "bench.md") == _offered("bench", kind)
+def _commands(parser: Parser, *before: str) -> Iterator[tuple[str, Parser]]:
+    """Every command that has no further ones, by what is typed."""
+    _, further = parser.commands()
+    for name, each in further.items():
+        yield from _commands(each, *before, name)
+    if not further:
+        yield " ".join(before), parser
 
 
-def test_every_option_of_tune_is_documented() -> None:
-    """The table of the command has the options that it takes, no more and no fewer."""
-    assert _documented("## Options", REFERENCE / "tune.md") == _offered("tune")
+@pytest.mark.parametrize(("command", "parser"), [pytest.param(*each, id=each[0]) for each in _commands(_parser())])
+def test_every_option_of_every_command_is_documented(command: str, parser: Parser) -> None:
+    """The table of the command has the options that it takes, no more and no fewer; a new command has a page."""
+    page, section = PAGES[command]
+    told = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    offered = {option for action in told for option in action.option_strings} - {"-h", "--help"}
+    assert _documented(section, REFERENCE / page) == offered
 
 
-@pytest.mark.parametrize("command", ["du", "ls", "verify", "doctor"])
-def test_every_option_of_the_commands_on_a_root_is_documented(command: str) -> None:
-    """The table of the command has the options that it takes, no more and no fewer."""
-    assert _documented(f"## `tierkv {command} ROOT", REFERENCE / "root-commands.md") == _offered(command)
+def test_the_tables_are_of_commands_that_there_are() -> None:
+    """A command that went takes its table along."""
+    assert PAGES.keys() == {command for command, _ in _commands(_parser())}

@@ -38,6 +38,7 @@ from tests.fs_kit import (
 )
 from tierkv.cli._main import main
 from tierkv.cli._root import Pace, sampled, visible
+from tierkv.cli._words import ago
 from tierkv.tiers._fs.format import BadHeaderError, leaf_of, namespace_digest
 from tierkv.tiers._fs.found import Kind
 from tierkv.tiers._fs.inspection import Root
@@ -134,7 +135,33 @@ async def test_du_on_a_terminal_names_everything(root: Path, capsys: Capture) ->
         (owner,) = du(root, capsys)["owners"]
     assert DIGEST in text and owner in text and "alive" in text and "capacity" in text
     assert main(["du", str(root)]) == 0
-    assert "no owner lives" in capsys.readouterr().out
+    assert "no living engine names a capacity; 1 chunk, " in capsys.readouterr().out
+
+
+async def test_du_says_what_it_lists(root: Path, capsys: Capture) -> None:
+    """Each line says what the things are and why they are there, one thing or many, and the sizes add up."""
+    async with opened(root, 20) as tier:
+        await store(tier, chunk_of(1))
+    (root / "mine.txt").write_text("12345678")
+    (root / "yours.txt").write_text("")
+    assert main(["du", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "foreign: 2 things, 8 B: not tierkv's: never counted, never removed" in lines
+    assert any(line.startswith("lock files and indexes: ") for line in lines)
+    assert is_slab() == any(line.startswith("slab: 2 files, ") and "catalogues" in line for line in lines)
+    assert verify(root, capsys)[2]["foreign"] == 2
+    record = du(root, capsys)
+    ours = [*record["namespaces"].values(), *(sums for what, sums in record["other"].items() if what != "foreign")]
+    assert record["nbytes"] == record["lock_and_index_nbytes"] + sum(part["nbytes"] for part in ours)
+
+
+AGES = [(0, "0 s ago"), (119, "119 s ago"), (7_199, "119 min ago"), (1e6, "11 d ago")]
+
+
+@pytest.mark.parametrize(("seconds", "text"), AGES)
+def test_ages_as_people_say_them(seconds: float, text: str) -> None:
+    """In the largest unit of which there are two."""
+    assert ago(seconds) == text
 
 
 @only_files
@@ -196,7 +223,7 @@ async def test_ls_counts_what_it_cannot_read(root: Path, capsys: Capture) -> Non
     assert main(["ls", str(root), "--json"]) == 1
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 1
-    assert captured.err == "1 chunks could not be read; tierkv verify says why\n"
+    assert captured.err == "1 chunk could not be read; tierkv verify says why\n"
 
 
 # -- verify -----------------------------------------------------------------------------------------------------
@@ -439,7 +466,7 @@ def test_the_rate_of_reading_is_bounded() -> None:
         (["verify", ".", "--namespace", "99"], "--namespace is '99', but must be the first digits of"),
         (["ls", ".", "--owner", "0" * 17], "but must be up to 16 hexadecimal digits"),
         (["verify", ".", "--sample", "2"], "--sample is '2', but must be a number over 0, and 1 at most; nearest"),
-        (["verify", ".", "--sample", "-1"], "nearest valid value: 0.01"),
+        (["verify", ".", "--sample", "-1"], "must be a number over 0, and 1 at most; for example: 0.01"),
         (["verify", ".", "--sample", "nan"], "--sample is 'nan'"),
         (["verify", ".", "--rate", "0"], "--rate is '0', but must be"),
     ],

@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from tierkv.cli._words import OTHER, counted, lying
 from tierkv.sizes import format_size
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     n_wrong = sum(finding.wrong for finding in findings)
     if not arguments.json:
-        print(f"{n_wrong} wrong, {len(findings) - n_wrong} notes" if findings else "nothing to say: all is well")
+        n_notes = counted(len(findings) - n_wrong, "note")
+        print(f"{n_wrong} wrong, {n_notes}" if findings else "nothing to say: all is well")
     return int(n_wrong > 0)
 
 
@@ -154,7 +156,8 @@ def _owners(owners: list[Owner], now_s: float) -> Iterator[Finding]:
     alive = [owner for owner in owners if owner.alive]
     if len(owners) > len(alive):
         yield Finding(
-            False, f"{len(owners) - len(alive)} dead owners: served as before, and taken over by the next engine"
+            False,
+            f"{counted(len(owners) - len(alive), 'dead owner')}: served as before, and taken over by the next engine",
         )
     capacities = {owner.page.capacity_nbytes for owner in alive if owner.page is not None}
     if len(capacities) > 1:
@@ -195,28 +198,24 @@ def _content(root: Root, owners: list[Owner], now_s: float) -> Iterator[Finding]
         if nbytes_of:
             yield Finding(
                 False,
-                f"namespace {namespace[:8]}, which a living engine uses, is empty and {len(nbytes_of)} others are not: "
+                f"namespace {namespace[:8]} of a living engine is empty, unlike {counted(len(nbytes_of), 'other')}: "
                 "its model, precision, layout, checksum key or tierkv's format differ, so nothing of theirs is of use",
             )
     left = [nbytes for namespace, nbytes in nbytes_of.items() if namespace not in wanted]
     if wanted and left:
         yield Finding(
-            False, f"{format_size(sum(left))} in {len(left)} namespaces that no living engine reads: first to leave"
+            False,
+            f"first to leave: {format_size(sum(left))} in {counted(len(left), 'namespace')} that nobody alive reads",
         )
     if n_ahead:
         yield Finding(
-            False, f"{n_ahead:,} files are dated in the future and leave last after a kill: a clock was wrong"
+            False, f"dated in the future, so last to leave after a kill: {counted(n_ahead, 'file')}; a clock was wrong"
         )
     for slab in unlisted_slabs(root):
         yield Finding(not slab.is_mended, f"{slab.place}: {slab.text}")
-    for kind, advice in (
-        (Kind.DAMAGED, "the next start removes them"),
-        (Kind.MISPLACED, "the next start removes them"),
-        (Kind.NOT_REGULAR, "somebody planted them; the next start removes them"),
-        (Kind.FOREIGN, "not tierkv's: never counted, never removed"),
-    ):
+    for kind in (Kind.DAMAGED, Kind.MISPLACED, Kind.NOT_REGULAR, Kind.FOREIGN):
         if n_of[kind]:
-            yield Finding(False, f"{n_of[kind]:,} {kind.value}: {advice}")
+            yield Finding(False, f"{lying(kind.value, n_of[kind])}; {OTHER[kind.value]}")
 
 
 def _memory() -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tierkv.cli._words import counted
 from tierkv.errors import bad_setting
 from tierkv.sizes import format_size, parse_size
 
@@ -157,6 +158,7 @@ class Usage:
             "nbytes": self.total_nbytes,
             "capacity_nbytes": self.capacity_nbytes,
             "free_nbytes": free_nbytes,
+            "lock_and_index_nbytes": sum(owner.charge_nbytes for owner in self.owners),
             "n_chunks": sum(part.n_chunks for part in self.by_namespace.values()),
             "namespaces": {digest: part.record(now_s) for digest, part in sorted(self.by_namespace.items())},
             "owners": {owner.id: self._of(owner, now_s) for owner in self.owners}
@@ -253,7 +255,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 def _unreadable(n_chunks: int, unlisted: Sequence[Unlisted]) -> int:
     if n_chunks:
-        print(f"{n_chunks:,} chunks could not be read; tierkv verify says why", file=sys.stderr)
+        print(f"{counted(n_chunks, 'chunk')} could not be read; tierkv verify says why", file=sys.stderr)
     for slab in unlisted:
         print(f"{visible(slab.place)}: {slab.text}", file=sys.stderr)
     return int(bool(n_chunks or unlisted))
@@ -310,7 +312,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     counts: Counter[str] = Counter(verified=0, wrong=0, unlisted=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
     with _opened(arguments) as root:
         _refuse_unknown(root, namespace)
-        for found in root.files(namespace=namespace, slots=True):
+        for found in root.files(namespace=namespace or None, slots=True):
             if found.kind is Kind.SLAB:
                 continue
             if found.kind in (Kind.FOREIGN, Kind.UNFINISHED):
@@ -340,12 +342,13 @@ def _tell_wrong(place: str, why: str, *, as_json: bool) -> None:
 
 
 def _verdict(counts: Counter[str]) -> str:
-    unlisted = f"; {counts['unlisted']:,} slabs without a catalogue, unread" if counts["unlisted"] else ""
-    passed_over = f"; {counts['passed_over']:,} not in the sample" if counts["passed_over"] else ""
-    return (
-        f"{counts['verified']:,} chunks ({format_size(counts['nbytes'])}) are what was stored, {counts['wrong']:,} "
-        f"are not{unlisted}; {counts['unfinished']:,} unfinished, {counts['foreign']:,} foreign{passed_over}"
+    right = (
+        f"right: {counted(counts['verified'], 'chunk')}, {format_size(counts['nbytes'])}; wrong: {counts['wrong']:,}"
     )
+    unlisted = f"; unread, for want of a catalogue: {counted(counts['unlisted'], 'slab')}" if counts["unlisted"] else ""
+    rest = f"; unfinished: {counts['unfinished']:,}; foreign: {counts['foreign']:,}"
+    passed_over = f"; not in the sample: {counts['passed_over']:,}" if counts["passed_over"] else ""
+    return right + unlisted + rest + passed_over
 
 
 def _why_not(root: Root, found: Found, pace: Pace) -> str | None:

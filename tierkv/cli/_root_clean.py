@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.cli._root import NAMESPACE_LENGTH, digits, visible
+from tierkv.cli._words import counted
 from tierkv.errors import TierError, bad_setting
 from tierkv.sizes import format_size, parse_size
 
@@ -110,11 +111,7 @@ class Tale:
         """One sentence's beginning."""
         verb = "would remove" if self.dry_run else "removed"
         more = f"; {self.n_stay:,} could not be removed" if self.n_stay else ""
-        return f"{verb} {_files(self.n.total())}, {format_size(self.nbytes.total())}{more}"
-
-
-def _files(n: int) -> str:
-    return "1 file" if n == 1 else f"{n:,} files"
+        return f"{verb} {counted(self.n.total(), 'file')}, {format_size(self.nbytes.total())}{more}"
 
 
 def _opened(arguments: argparse.Namespace) -> closing[Root]:
@@ -158,7 +155,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
     for why, because in WHY.items():
         if tale.n[why]:
             print(f"{why}: {tale.n[why]:,}, {format_size(tale.nbytes[why])}: {because}")
-    ended = f", and the lock files of {garbage.n_ended:,} owners that left nothing" if garbage.n_ended else ""
+    ended = f", and the lock files of {counted(garbage.n_ended, 'owner')} that left nothing" if garbage.n_ended else ""
     print(tale.sum() + ended)
     if garbage.left_over_nbytes:
         print(f"still {format_size(garbage.left_over_nbytes)} over --capacity: living engines own the rest")
@@ -186,7 +183,7 @@ def run_wipe(arguments: argparse.Namespace) -> int:
         print(json.dumps(tale.counts(n_foreign=there["foreign"])))
     else:
         spared = f"; {tale.n_spared:,} that a living engine is writing stay" if tale.n_spared else ""
-        foreign = f"; {there['foreign']:,} things that are not tierkv's stay" if there["foreign"] else ""
+        foreign = f"; not tierkv's, so left: {counted(there['foreign'], 'thing')}" if there["foreign"] else ""
         print(tale.sum() + spared + foreign)
     return int(tale.n_stay > 0)
 
@@ -280,6 +277,6 @@ def _agreed(path: str, namespace: str | None, there: Counter[str]) -> bool:
     if not sys.stdin.isatty():
         raise bad_setting("--yes", "missing", "given where nobody can be asked")
     where = path if namespace is None else f"namespace {namespace} of {path}"
-    question = f"Remove {_files(there['files'])}, {format_size(there['nbytes'])}, from {where}? [y/N] "
+    question = f"Remove {counted(there['files'], 'file')}, {format_size(there['nbytes'])}, from {where}? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
