@@ -13,7 +13,11 @@ _LIKENESS: Final = 0.65
 
 
 class TierKVError(Exception):
-    """Base of every exception that tierkv raises on purpose."""
+    """Base of what tierkv raises when something goes wrong that it foresees.
+
+    What has the wrong type or range by Python's own rules - a token that is no integer, a slot that is not there -
+    raises TypeError, ValueError or IndexError, as it does everywhere.
+    """
 
 
 class ConfigError(TierKVError, ValueError):

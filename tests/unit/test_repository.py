@@ -69,6 +69,23 @@ def test_ci_runs_the_command_that_the_readme_gives() -> None:
     assert script.index(test_commands[0]) < script.index(".venv/bin/nox -s vllm")
 
 
+def test_every_module_has_a_room() -> None:
+    """The table in CONTRIBUTING names each module and package of ours once, and none that is not there."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## Rooms", 1)[1].split("\n## ", 1)[0]
+    rooms = [
+        name for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
+    ]
+    there = [path.name + "/" * path.is_dir() for path in (ROOT / "tierkv").iterdir() if path.name[:2] != "__"]
+    assert sorted(name.removeprefix("tierkv/") for name in rooms) == sorted(set(there) - {"py.typed"})
+
+
+def test_no_page_refers_to_a_document_that_a_reader_does_not_have() -> None:
+    """Numbers of sections, and marks that some other page explains."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    found = [(page.name, re.findall(r"\[ran\]|\b[Ss]ection \d+", page.read_text())) for page in pages]
+    assert not [each for each in found if each[1]]
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page: str) -> None:
     """Every relative link of a page at the root names a file that is there."""
