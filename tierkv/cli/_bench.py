@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 
 from tierkv.cli._bench_plan import Choice, FSPlan, Measured, choose, speeds_with
@@ -85,7 +86,7 @@ def fs_report(plan: FSPlan, measured: Sequence[Measured]) -> BenchReport:
     choice = choose(measured)
     return BenchReport(
         what="fs",
-        where=plan.root,
+        where=os.path.abspath(plan.root),
         tiers=speeds_with(measured, choice),
         settings=settings_of(plan, choice),
         details={
@@ -112,7 +113,7 @@ def settings_of(plan: FSPlan, choice: Choice) -> dict[str, object]:
     """What to set in vLLM's ``kv_connector_extra_config``."""
     tier: dict[str, object] = {
         "type": "fs",
-        "root_dir": plan.root,
+        "root_dir": os.path.abspath(plan.root),  # an engine starts somewhere else
         "n_read_threads": choice.n_read_threads,
         "n_write_threads": choice.n_write_threads,
     }

@@ -15,6 +15,7 @@ from tierkv.cli._bench_device import N_KINDS, DevicePlan
 from tierkv.cli._bench_device import Measured as DeviceMeasured
 from tierkv.cli._bench_plan import CHUNK_PART, THREADS_PART, Cell, Choice, FSPlan, Measured, Speeds
 from tierkv.cli._console import Console
+from tierkv.cli._words import counted
 from tierkv.sizes import format_size
 
 
@@ -59,8 +60,9 @@ class FSView(ProgressView):
         self._plan = plan
         self._results: list[Measured] = []
         self.console.print(
-            f"{plan.root}: at most {format_size(plan.payload_nbytes)} a measurement, {plan.n_rounds} rounds; GB/s of "
-            "10^9 bytes; x is the tier's part of plain files in the same round"
+            f"{plan.root}: at most {format_size(plan.payload_nbytes)} a measurement, "
+            f"{counted(plan.n_rounds, 'round')}; GB/s of 10^9 bytes; x is the tier's part of plain files in the same "
+            "round"
         )
 
     def step(self, cell: Cell) -> None:
@@ -120,7 +122,7 @@ class DeviceView(ProgressView):
         self._results: list[DeviceMeasured] = []
         self.console.print(
             f"{plan.device}: {format_size(plan.size_nbytes)} a measurement, pages of {format_size(plan.page_nbytes)}, "
-            f"{plan.n_rounds} rounds; in GB/s of 10^9 bytes; x is the part of one plain copy in the same round"
+            f"{counted(plan.n_rounds, 'round')}; GB/s of 10^9 bytes; x is the part of one plain copy in the same round"
         )
 
     def measured(self, result: DeviceMeasured) -> None:

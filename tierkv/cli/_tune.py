@@ -150,9 +150,9 @@ class _Run:
         alone_percent = self._percent(alone.n_hit_tokens)
         disk_percent = both["token_hit_percent"]
         why = [
-            f"eviction_policy: {order} hits {alone_percent:.2f} % of prompt tokens in {plan.memory.text} of memory"
+            f"eviction_policy: {order} hits {alone_percent:.2f} % of prompt tokens with {plan.memory.text} in memory"
             + (f"; another is taken only for {WORTH_POINTS} points more" if order == DEFAULT_ORDER else ""),
-            f"capacity: {disk.text} of disk below it makes that {disk_percent:.2f} %",
+            f"capacity: {disk.text} on a disk below makes that {disk_percent:.2f} %",
             "writes: " + "; ".join(f"{one['writes']} {_written(one)}" for one in (cascade, demote)),
             f"blocks_per_chunk: chunks of {n_blocks * plan.tokens:,} tokens cost less than {WORTH_POINTS} points"
             + _why_no_blocks(plan),
