@@ -11,11 +11,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tierkv._breaker import Traffic
+from tierkv._faults import Faults
 from tierkv._hierarchy import Hierarchy
 from tierkv._hints import Hints
 from tierkv._level import LevelPlan
 from tierkv._mover import Completion, Mover, MoverLimits
-from tierkv.errors import ClosedError, TierKVError
+from tierkv.errors import ClosedError
 from tierkv.protocols import Clock, HostTier, ScanTier, Tier
 from tierkv.types import ChunkKey, Event, Reason
 
@@ -70,7 +71,7 @@ class Driver:
         self._progress = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._copies: set[asyncio.Task[Any]] = set()
-        self._n_faults = 0
+        self._faults = Faults(_log)
         self._stopped = False
 
     def start(self) -> None:
@@ -119,17 +120,10 @@ class Driver:
                 try:
                     self._on_event(event)
                 except Exception as error:  # noqa: BLE001 - whoever watches must not stop what is watched
-                    self._fault("on_event raised", error)
+                    self._faults.tell("on_event raised", error)
 
     def _name(self, index: int) -> str:
         return self.hierarchy.levels[index].name
-
-    def _fault(self, what: str, error: Exception) -> None:
-        """Log what somebody else's code raised: once, and then ever more rarely."""
-        self._n_faults += 1
-        if self._n_faults & (self._n_faults - 1) == 0:
-            is_bug = not isinstance(error, (OSError, TierKVError))
-            _log.warning("%s: %r (fault %d)", what, error, self._n_faults, exc_info=error if is_bug else None)
 
     def _on_done(self, completion: Completion) -> None:
         self.hierarchy.finish(completion.transfer_id, completion.outcome, ended=completion.ended)
@@ -198,7 +192,9 @@ class Driver:
                     # A tier that has listed all need not wait for its next batch: without this nobody else had a turn.
                     await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 - a bad tier is never worse than none: what it does not tell is a miss
-            self._fault(f"{self._name(index)}: the scan ended early, what it has not told of will be missed", error)
+            self._faults.tell(
+                f"{self._name(index)}: the scan ended early, what it has not told of will be missed", error
+            )
 
     async def probe(self, keys: Sequence[ChunkKey]) -> None:
         """Ask the tiers about keys that no ledger knows, once and not for long; what is found enters the ledgers."""
@@ -210,7 +206,7 @@ class Driver:
             except TimeoutError:
                 continue
             except Exception as error:  # noqa: BLE001 - EMFILE, EIO, a closed connection: no answer is a miss
-                self._fault(f"{self._name(index)}: a probe failed", error)
+                self._faults.tell(f"{self._name(index)}: a probe failed", error)
                 continue
             self.hierarchy.absorb(index, [found for found in answers if found is not None])
         self.kick()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tierkv._answers import Answers
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import MoverLimits
 from tierkv.errors import ConfigError, TierKVError, bad_setting, closest
@@ -50,23 +51,23 @@ class Level(NamedTuple):
 def plan_of(level: Level, index: int, capacity_nbytes: int, stride_nbytes: int) -> LevelPlan:
     """What the hierarchy is told of a level whose tier is open."""
     tier = level.tier
-    share = tier.share_nbytes if index and isinstance(tier, Bounded) else None
+    answers = Answers(tier, capacity_nbytes)
+    share = answers.share_nbytes if index and isinstance(tier, Bounded) else None
     more: dict[str, Any] = {}
     if not index:
         assert isinstance(tier, HostTier), "checked before it was opened"
         more |= {"n_slots": tier.n_slots, "slot_nbytes": stride_nbytes}
     if isinstance(tier, ScanTier):
-        scan = tier
-        more |= {"settled": scan.settled, "writable": lambda: scan.writable, "scans": True}
+        more |= {"settled": answers.settled, "writable": answers.writable, "scans": True}
     if isinstance(tier, Owning):
-        more["owns"] = tier.owns
+        more["owns"] = answers.owns
     return LevelPlan(
         name=tier.name,
         capacity_nbytes=share() if share is not None else capacity_nbytes,
         policy=level.policy,
         admission=level.admission,
         writes=level.writes,
-        charge=tier.charge_nbytes if isinstance(tier, Charging) else None,
+        charge=answers.charge_nbytes if isinstance(tier, Charging) else None,
         queue_nbytes=parse_size(f"{tier.name}.queue", level.queue),
         share=share,
         **more,

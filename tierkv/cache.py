@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from tierkv._driver import Driver
 from tierkv._hierarchy import UNSETTLED
@@ -166,9 +166,9 @@ class TieredCache:
         errors: list[Exception] = []
         for level, books in reversed(list(zip(self._levels, driver.hierarchy.levels, strict=True))):
             try:
-                if isinstance(level.tier, ScanTier):
-                    order = books.ledger.coldest_first()
-                    await _within(limit_s, level.tier, "order not saved", level.tier.save_order(order))
+                if books.plan.scans:
+                    saving = cast("ScanTier", level.tier).save_order(books.ledger.coldest_first())
+                    await _within(limit_s, level.tier, "order not saved", saving)
             except Exception as error:  # noqa: BLE001 - the tier must be closed all the same
                 errors.append(error)
             try:
@@ -308,10 +308,8 @@ class TieredCache:
     async def reset(self, scope: Scope = Scope.ALL) -> None:
         """Forget everything in memory, or everything everywhere; also what is being stored right now."""
         driver = self._opened()
-        levels = [
-            i for i, level in enumerate(self._levels) if scope is Scope.ALL or not isinstance(level.tier, ScanTier)
-        ]
-        driver.hierarchy.reset(levels)
+        levels = driver.hierarchy.levels
+        driver.hierarchy.reset([level.index for level in levels if scope is Scope.ALL or not level.plan.scans])
         driver.kick()
 
     async def wait_idle(self, timeout_s: float | None = None) -> bool:

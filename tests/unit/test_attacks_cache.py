@@ -93,10 +93,28 @@ async def test_a_tier_that_answers_nonsense_is_a_miss_and_holds_nothing(verb: st
         assert (primary.n_pinned, primary.n_pending, primary.n_quarantined) == (0, 0, 0)
 
 
-class RottenScanTier(MemoryTier):
-    """A persistent tier whose news and probes fail."""
+class Persistent(MemoryTier):
+    """It brings one chunk along, and nothing is wrong with it."""
 
-    writable = True
+    @property
+    def writable(self) -> bool:
+        return True
+
+    def settled(self, _: ChunkKey) -> bool:
+        return True
+
+    async def scan(self) -> AsyncIterator[Sequence[Found]]:
+        yield [Found(ChunkKey(b"found"), STRIDE)]
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> Sequence[Found | None]:
+        return [None] * len(keys)
+
+    async def save_order(self, _: Sequence[Chunk]) -> None:
+        return
+
+
+class RottenScanTier(Persistent):
+    """Its news and probes fail."""
 
     def settled(self, _: ChunkKey) -> bool:
         return False
@@ -108,9 +126,6 @@ class RottenScanTier(MemoryTier):
     async def probe(self, _: Sequence[ChunkKey]) -> Sequence[Found | None]:
         raise OSError(24, "Too many open files")
 
-    async def save_order(self, _: Sequence[Chunk]) -> None:
-        return
-
 
 async def test_a_probe_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
     """A lookup never raises what a tier raised (a process that is out of descriptors, say); the log says it."""
@@ -121,6 +136,63 @@ async def test_a_probe_that_fails_is_a_miss(caplog: pytest.LogCaptureFixture) ->
         assert cache.statistics()["rotten"].n_chunks >= 1, "what the scan told before it failed"
     assert "Too many open files" in caplog.text
     assert "Input/output error" in caplog.text
+
+
+HELD = {"settled": 5, "owns": 4, "writable": 5, "share_nbytes": 5, "charge_nbytes": 1}
+"""By what it cannot answer: which of four chunks that are sent down and one that it brings along."""
+
+
+class SpeechlessTier(Persistent):
+    """It can all that a tier may; once speechless it raises where ``question`` is asked, or gives no answer to it."""
+
+    def __init__(self, question: str, answer: Any) -> None:
+        super().__init__(name="speechless")
+        self.question, self.answer = question, answer
+        self.is_speechless = False
+
+    def _say(self, question: str, right: Any) -> Any:
+        if question != self.question or not self.is_speechless:
+            return right
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    @property
+    def writable(self) -> bool:
+        return bool(self._say("writable", right=True))
+
+    def settled(self, _: ChunkKey) -> bool:
+        return bool(self._say("settled", right=True))
+
+    def owns(self, key: ChunkKey) -> bool:
+        return bool(self._say("owns", right=True))
+
+    def share_nbytes(self) -> int:
+        return self._say("share_nbytes", 64 * STRIDE)
+
+    def charge_nbytes(self, chunk_nbytes: int) -> int:
+        return self._say("charge_nbytes", STRIDE)
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [*((question, RuntimeError("not now")) for question in HELD),
+     *((question, answer) for question in ("share_nbytes", "charge_nbytes") for answer in (None, "much", -1))],
+)  # fmt: skip
+async def test_a_tier_that_cannot_answer_on_the_spot_is_no_worse_than_none(
+    question: str, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it raised reached whoever looked up or stored, and under vLLM would have ended the engine."""
+    tier = SpeechlessTier(question, answer)
+    async with cache_of(tier) as cache:
+        tier.is_speechless = True
+        await store(cache, prompt(0))
+        cache._opened().hierarchy.refresh()  # as the next tick does
+        assert await served(cache, prompt(0)) == 4
+        assert (await cache.lookup(prompt(2))).n_tokens == 2, "what both have in common"
+        assert await cache.wait_idle(PATIENCE_S)
+        assert cache.statistics()["speechless"].n_chunks == HELD[question]
+    assert f"speechless: {question} raised" in caplog.text
 
 
 class Unchained(ToyChunker):
@@ -166,21 +238,10 @@ async def test_a_tier_that_does_not_close_is_left_to_itself(
         await lower.contains([])
 
 
-class Forgetful(MemoryTier):
-    """It scans, and hangs where it is to write down what it knows of recency."""
+class Forgetful(Persistent):
+    """It hangs where it is to write down what it knows of recency."""
 
-    writable = True
-
-    def settled(self, key: ChunkKey) -> bool:
-        return True
-
-    async def scan(self) -> AsyncIterator[Sequence[Found]]:
-        yield []
-
-    async def probe(self, keys: Sequence[ChunkKey]) -> Sequence[Found | None]:
-        return [None] * len(keys)
-
-    async def save_order(self, chunks: Sequence[Chunk]) -> None:
+    async def save_order(self, _: Sequence[Chunk]) -> None:
         await asyncio.Event().wait()
 
 

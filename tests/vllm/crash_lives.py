@@ -34,7 +34,7 @@ class _Engine:
         hierarchy = self.kit.hierarchy
         for name in ("take_transfers", "take_events"):
             setattr(hierarchy, name, self._telling(getattr(hierarchy, name), forget=name == "take_events"))
-        self.kit.until(lambda: self._below.tier is not None and self._below.scan.writable, timeout_s=PATIENCE_S)
+        self.kit.until(lambda: self._below.answers is not None and self._below.answers.writable(), timeout_s=PATIENCE_S)
         ctx = self._below.tier._mount._ctx
         diary.say("context", ctx.chunk_nbytes, ctx.stride_nbytes, ctx.namespace.hex())
         diary.say("ready", calls.n_seen - n_before, self._below.tier.usage()["n_chunks"])

@@ -136,6 +136,29 @@ def test_a_tier_that_hangs_through_a_reset_is_opened_anew_beside_it(tier, monkey
         engine.close()
 
 
+class Speechless(MemoryTier):
+    """Asked how much it may hold, it raises."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__(n_slots=64, name="below")
+
+    def share_nbytes(self) -> int:
+        raise OSError(5, "no disk today")
+
+
+def test_a_tier_that_raises_on_the_spot_does_not_end_a_step(tier):
+    """Its share is asked for in every step, on the scheduler's thread: what it raised ended the engine."""
+    engine = _engine(tier | {"type": "Speechless"}, ManualClock())
+    try:
+        engine.until(lambda: engine.hierarchy.levels[1].serves)
+        keys = keys_of("a", 4)
+        engine.store(keys)
+        engine.until(engine.at_rest)
+        assert engine.statistics(1).n_chunks == 4, "the room that its settings give it"
+    finally:
+        engine.close()
+
+
 def test_a_deletion_that_failed_before_a_reset_is_forgotten_with_it(tier):
     """Its entry was kept in a list of what to try again, and the next try met what was no more."""
     clock = ManualClock()

@@ -272,8 +272,7 @@ def test_retry_is_not_for_ever(tmp_path, monkeypatch):
         level = engine.ready().tier._level
         clock = [0.0]
         engine.tier._clock = lambda: clock[0]
-        unsure = type("Unsure", (), {"settled": staticmethod(lambda _: False), "probe": level.scan.probe})
-        level.scan = unsure()  # it never makes up its mind
+        level.answers.settled = lambda _: False  # it never makes up its mind
         context = engine.request(keys)
         assert engine.lookup(keys, context) == [RETRY] * 3
         engine.step()

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from tierkv._answers import Answers
 from tierkv._breaker import Traffic
 from tierkv._level import LevelPlan, Writes
 from tierkv._mover import Completion
-from tierkv.protocols import Admission, Bounded, Charging, Clock, EvictionPolicy, Owning, ScanTier, Tier
+from tierkv.protocols import Admission, Charging, Clock, EvictionPolicy, Tier
 from tierkv.types import ChunkKey, Transfer, TransferKind
 from tierkv.vllm import _compat
 from tierkv.vllm._books import EpochHierarchy
@@ -72,26 +73,22 @@ class LowerLevel:
     writes: Traffic = Traffic.FLOWS
     """What its breakers let through."""
     tier: Tier | None = None
-    scan: ScanTier | None = None
-    """The tier, if it is one that scans and probes."""
     since_s: float = 0.0
     """When it came to its state, where that matters: FAILED or DRAINING."""
     n_failed: int = 0
     """Openings in a row that failed."""
     retry_s: float = 5.0
     """Until a tier that could not be opened is tried again."""
-    owning: Owning | None = None
-    bounded: Bounded | None = None
-    charging: Charging | None = None
-    """The latest tier that said what a chunk occupies; it answers for what it took even while another one opens."""
+    answers: Answers | None = None
+    """The tier's."""
+    charging: Answers | None = None
+    """Of the latest tier that said what a chunk occupies; for what it took even while another one opens."""
 
     def attach(self, tier: Any) -> None:
         """Take another tier, or None."""
         self.tier = tier
-        self.scan = tier if isinstance(tier, ScanTier) else None
-        self.owning = tier if isinstance(tier, Owning) else None
-        self.bounded = tier if isinstance(tier, Bounded) else None
-        self.charging = tier if isinstance(tier, Charging) else self.charging
+        self.answers = None if tier is None else Answers(tier, self.capacity_nbytes)
+        self.charging = self.answers if isinstance(tier, Charging) else self.charging
 
     def plan(
         self, policy: EvictionPolicy, writes: Writes, queue_nbytes: int, admission: Admission | None = None
@@ -105,10 +102,10 @@ class LowerLevel:
             writes=writes,
             charge=lambda nbytes: nbytes if self.charging is None else self.charging.charge_nbytes(nbytes),
             queue_nbytes=queue_nbytes,
-            settled=lambda key: self.scan is None or self.scan.settled(key),
-            owns=lambda key: self.owning is None or self.owning.owns(key),
-            writable=lambda: self.tier is not None and (self.scan is None or self.scan.writable),
-            share=lambda: self.capacity_nbytes if self.bounded is None else self.bounded.share_nbytes(),
+            settled=lambda key: self.answers is None or self.answers.settled(key),
+            owns=lambda key: self.answers is None or self.answers.owns(key),
+            writable=lambda: self.answers is not None and self.answers.writable(),
+            share=lambda: self.capacity_nbytes if self.answers is None else self.answers.share_nbytes(),
         )
 
 
@@ -206,8 +203,8 @@ class Below:
         if transfers:
             self._loop.submit(transfers)
         for index, level in enumerate(self.levels, 1):
-            if probes and level.state is LevelState.OPEN and level.scan is not None:
-                settled = level.scan.settled
+            if probes and level.state is LevelState.OPEN and level.answers is not None:
+                settled = level.answers.settled
                 unsure = [key for key in probes if not settled(key)]
                 if unsure:
                     self._loop.probe(index, unsure)
