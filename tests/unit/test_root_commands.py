@@ -465,6 +465,7 @@ def test_the_rate_of_reading_is_bounded() -> None:
         (["ls", ".", "--namespace", "99"], "--namespace is '99', but must be the first digits of one that is there"),
         (["verify", ".", "--namespace", "99"], "--namespace is '99', but must be the first digits of"),
         (["ls", ".", "--owner", "0" * 17], "but must be up to 16 hexadecimal digits"),
+        (["ls", ".", "--owner", "99"], "--owner is '99', but must be the first digits of one that is there"),
         (["verify", ".", "--sample", "2"], "--sample is '2', but must be a number over 0, and 1 at most; nearest"),
         (["verify", ".", "--sample", "-1"], "must be a number over 0, and 1 at most; for example: 0.01"),
         (["verify", ".", "--sample", "nan"], "--sample is 'nan'"),

@@ -101,7 +101,7 @@ def plan_from(arguments: argparse.Namespace) -> DevicePlan:
         raise bad_setting("--size", typed["size"], "at least the largest of --chunks", format_size(largest_nbytes))
     for chunk_nbytes in plan.chunks_nbytes:
         if chunk_nbytes % min(plan.page_nbytes, chunk_nbytes):
-            allowed = f"a part of each of --chunks, such as {format_size(chunk_nbytes)}"
+            allowed = f"a divisor of each of --chunks, such as of {format_size(chunk_nbytes)}"
             raise bad_setting("--page", typed["page"], allowed, format_size(PAGE_NBYTES))
     # Host memory, and the plain copy's; on a machine without an accelerator what stands for the device, too.
     check_memory("--size", plan.size_nbytes * (4 if plan.device == "cpu" else 2))

@@ -102,7 +102,8 @@ def _check_room(plan: Plan) -> None:
     free_nbytes = shutil.disk_usage(there).free
     if plan.disk_nbytes > free_nbytes:
         allowed = f"at most what is free in {there}"
-        raise bad_setting("--disk", format_size(plan.disk_nbytes), allowed, format_size(free_nbytes))
+        near = format_size(free_nbytes) if free_nbytes >= least_nbytes else None
+        raise bad_setting("--disk", format_size(plan.disk_nbytes), allowed, near)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -87,6 +87,13 @@ def _refuse_unknown(root: Root, prefix: str) -> None:
         raise bad_setting("--namespace", prefix, "the first digits of one that is there; tierkv du lists them")
 
 
+def _refuse_unknown_owner(root: Root, prefix: str) -> None:
+    """Likewise in an owner's; one whose lock file has gone is known by its chunks alone."""
+    is_listed = not prefix or any(owner.id.startswith(prefix) for owner in root.owners())
+    if not is_listed and next(_chunks(root, "", prefix), None) is None:
+        raise bad_setting("--owner", prefix, "the first digits of one that is there; tierkv du lists them")
+
+
 def digits(option: str, text: str | None, length: int) -> str:
     digits = "" if text is None else text.lower()
     if len(digits) > length or digits.strip("0123456789abcdef"):
@@ -229,6 +236,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     n_unreadable, now_s = 0, time.time()
     with _opened(arguments) as root:
         _refuse_unknown(root, namespace)
+        _refuse_unknown_owner(root, owner)
         if not arguments.json:
             print("\t".join(_LS_COLUMNS.split()))
         for found in _chunks(root, namespace, owner):

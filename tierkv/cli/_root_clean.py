@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.cli._root import NAMESPACE_LENGTH, digits, visible
 from tierkv.cli._words import counted
-from tierkv.errors import TierError, bad_setting
+from tierkv.errors import ConfigError, TierError, bad_setting
 from tierkv.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _who(owner: Owner) -> str:
 
 def _agreed(path: str, namespace: str | None, there: Counter[str]) -> bool:
     if not sys.stdin.isatty():
-        raise bad_setting("--yes", "missing", "given where nobody can be asked")
+        raise ConfigError("--yes is missing, but must be given where there is no terminal to ask on")
     where = path if namespace is None else f"namespace {namespace} of {path}"
     question = f"Remove {counted(there['files'], 'file')}, {format_size(there['nbytes'])}, from {where}? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)

@@ -185,7 +185,9 @@ def _capacity(option: str, text: str, trace: Trace, block_nbytes: int | None) ->
 
 def _check_plot(path: str) -> None:
     if not path.endswith(PLOTS):
-        raise bad_setting("--plot", path, f"a file that ends in one of {', '.join(PLOTS)}", f"{path}.html")
+        raise bad_setting(
+            "--plot", path, f"a file that ends in one of {', '.join(PLOTS)}", f"{os.path.splitext(path)[0]}.html"
+        )
     if path.endswith(".png") and importlib.util.find_spec("matplotlib") is None:
         allowed = "a file that ends in .html or .svg, as long as matplotlib is not installed (the extra plot brings it)"
         raise bad_setting("--plot", path, allowed, f"{path[:-4]}.html")

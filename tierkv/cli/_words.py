@@ -25,9 +25,9 @@ def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
-def ago(seconds: float) -> str:
+def ago(age_s: float) -> str:
     """An age in the largest unit of which there are two at least."""
     for unit_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= 2 * unit_s:
-            return f"{seconds // unit_s:,.0f} {unit} ago"
-    return f"{seconds:,.0f} s ago"
+        if age_s >= 2 * unit_s:
+            return f"{age_s // unit_s:,.0f} {unit} ago"
+    return f"{age_s:,.0f} s ago"
