@@ -73,7 +73,7 @@ def test_its_json_is_what_tune_reads() -> None:
     ("arguments", "sentence"),
     [
         (["--chunks", "100KB"], "--chunks is '97.7 KiB', but must be multiples of 4 KiB"),
-        (["--page", "24KiB"], "--page is '24KiB', but must be a part of each of --chunks, such as 64 KiB; nearest"),
+        (["--page", "24KiB"], "must be a divisor of each of --chunks, such as of 64 KiB; nearest valid value"),
         (["--page", "0"], "--page is '0', but must be"),
         (["--rounds", "0"], "--rounds is 0, but must be a whole number from 1"),
         (

@@ -529,7 +529,7 @@ async def test_wipe_asks_on_a_terminal_and_not_elsewhere(
     before = files_under(root)
     monkeypatch.setattr(sys, "stdin", io.StringIO("yes"))
     assert main(["wipe", str(root)]) == 2
-    assert "--yes is 'missing', but must be given where nobody can be asked" in capsys.readouterr().err
+    assert "--yes is missing, but must be given where there is no terminal to ask on" in capsys.readouterr().err
     keyboard, terminal = os.openpty()
     with os.fdopen(keyboard, "w") as typed, os.fdopen(terminal) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)

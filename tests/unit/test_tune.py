@@ -444,7 +444,7 @@ def test_a_torn_last_line_of_a_recorder_is_passed_over() -> None:
         (["{chat}", "--engine-block", "7"], "a divisor of the trace's 64 tokens a block; nearest valid value: 8"),
         (["{chat}", "--engine-block", "half"], "--engine-block is 'half', but must be a whole number"),
         (["{chat}", "--tokens-per-block", "half"], "--tokens-per-block is 'half', but must be a whole number"),
-        (["{chat}", "--plot", "a.pdf"], "--plot is 'a.pdf'"),
+        (["{chat}", "--plot", "a.pdf"], ".svg, .png; nearest valid value: a.html"),
         (["{chat}", "--plot", "/none/a.svg"], "--plot is '/none/a.svg'"),
         (["{chat}", "--bench", "{chat}"], "--bench is "),
         (["{chat}", "--polices", "lru"], "there is no option '--polices'"),
