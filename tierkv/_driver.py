@@ -26,6 +26,8 @@ _TICK_S = 0.25
 """How often shares, expiry and tiers that became writable are looked at."""
 _SLICE = 256
 """Scan results that enter the ledgers in one turn of the loop."""
+_LEAST_S = 1.0
+"""How long a scan has to end, at least, however little time a close is given."""
 _PROBE_S = 0.1
 """How long a lookup waits for tiers that may hold more than the ledgers know."""
 
@@ -79,11 +81,13 @@ class Driver:
             self._tasks.add(asyncio.create_task(work))
 
     async def stop(self, timeout_s: float) -> None:
-        """Let copies end, at most ``timeout_s``, then stop the background work and the mover."""
+        """Let copies end, then stop the background work and the mover, each within ``timeout_s`` or a little more."""
         await self.until(lambda: self._quiet, timeout_s)
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        _, scanning = await asyncio.wait(self._tasks, timeout=max(timeout_s, _LEAST_S))
+        if scanning:
+            _log.warning("scans that do not end when told to are left to themselves: %d", len(scanning))
         await self.mover.aclose(timeout_s=min(timeout_s, 5.0))
         self._stopped = True
         self.wake()

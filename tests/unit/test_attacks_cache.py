@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -259,6 +260,37 @@ async def test_a_tier_that_does_not_save_its_order_is_closed_all_the_same(
     assert "stuck: order not saved" in caplog.text
     with pytest.raises(tierkv.ClosedError):
         await cache._levels[1].tier.contains([])
+
+
+class Talkative(Persistent):
+    """Its scan does not end when it is told to."""
+
+    over: asyncio.Event
+
+    async def scan(self) -> AsyncIterator[Sequence[Found]]:
+        yield []
+        while not self.over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.over.wait()
+
+
+async def test_a_scan_that_does_not_end_is_left_to_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A close waited for it without a limit, with every tier open behind it."""
+    monkeypatch.setattr("tierkv._driver._LEAST_S", 0.1)
+    tier = Talkative(name="talkative")
+    tier.over = asyncio.Event()
+    cache = cache_of(tier)
+    async with asyncio.timeout(PATIENCE_S):
+        async with cache:
+            await store(cache, prompt(0))
+            assert await cache.wait_idle(PATIENCE_S)
+            await cache.aclose(0.1)
+    assert "left to themselves: 1" in caplog.text
+    with pytest.raises(tierkv.ClosedError):
+        await tier.contains([])
+    tier.over.set()
 
 
 def test_a_loop_that_ends_does_not_wait_for_a_dead_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
