@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -42,6 +43,14 @@ def engine_environment() -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache)),  # the first start fills it: 20 s
     }
+
+
+def free_port() -> int:
+    """One that nobody has just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def prompts(n: int = 8, n_tokens: int = 500, n_common: int = 96, seed: int = 1234) -> list[Prompt]:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,15 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.patience import PATIENCE_S
-from tests.vllm.engine import START_S, arguments, engine_environment
+from tests.vllm.engine import START_S, arguments, engine_environment, free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import collections
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,17 +20,11 @@ import msgspec
 import zmq
 
 from tests.patience import PATIENCE_S
-from tests.vllm.engine import START_S, arguments, engine_environment, prompts, run_once
+from tests.vllm.engine import START_S, arguments, engine_environment, free_port, prompts, run_once
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_serve.sh"
 PROMPTS = prompts()
 MODEL = "tiny"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def distribution_shim(folder: Path) -> str:

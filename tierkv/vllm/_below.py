@@ -223,8 +223,8 @@ class Below:
             if news is None:
                 break
             self._take(hierarchy, news)
-        if ends:
-            hierarchy.finish_all(ends)
+        else:
+            hierarchy.finish_all(ends)  # those with which the slice ends
         n_found = 0
         while n_found < _SLICE:
             found = self._loop.next_found()
