@@ -34,6 +34,8 @@ OWNED: Final = 1
 STORED: Final = 2
 PROMOTED: Final = 4
 DEMOTE_REFUSED: Final = 8
+_TURNED_DOWN_AT: Final = 4
+"""From this bit of an entry's flags on: how much the level below had stored, and one, when it turned it down."""
 WRITER: Final = 1 << 20
 """What a copy into an entry adds to its ``holds``: far more than pins come to, so the number says both."""
 _make = tuple.__new__  # half the cost of Chunk(...)
@@ -122,7 +124,7 @@ class Entry(Seat):
     promoted = _Flag(PROMOTED)
     """It came up from a lower level rather than from the device."""
     demote_refused = _Flag(DEMOTE_REFUSED)
-    """The level below would not take it: its eviction is a removal."""
+    """The level below could not take it, and it may be the chunk's fault: its eviction is a removal."""
 
     def __init__(self, chunk: Chunk, kind: Kind, charge_nbytes: int, state: State, *, owned: bool = True) -> None:
         super().__init__(chunk.key, chunk.parent)
@@ -164,6 +166,15 @@ class Entry(Seat):
     def settled(self) -> bool:
         """Nothing touches its space any more."""
         return not self.holds
+
+    def turn_down(self, n_stored: int) -> None:
+        """The level below, which has stored so many, has no room for it or is not ready: no fault of the chunk's."""
+        self.flags = self.flags & ((1 << _TURNED_DOWN_AT) - 1) | n_stored + 1 << _TURNED_DOWN_AT
+
+    def may_go(self, n_stored: int) -> bool:
+        """Whether the level below would not take it, for good or until it has stored more than ``n_stored``."""
+        flags = self.flags
+        return flags & DEMOTE_REFUSED != 0 or flags >> _TURNED_DOWN_AT == n_stored + 1
 
     def learn(self, chunk: Chunk, kind: Kind) -> None:
         """Somebody knows more of its chunk than the scan did that found it."""

@@ -20,6 +20,10 @@ LEAVING = 32
 """How many chunks may be leaving a level in the background at a time; twice those that just came, if that is more."""
 PATIENCE = 256
 """A search for victims that meets so many chunks which would have to be copied down first gives up."""
+_PASSING = frozenset({
+    Reason.BUSY, Reason.FULL, Reason.NO_SPACE, Reason.QUEUE_FULL, Reason.SCANNING, Reason.TIER_BROKEN
+})  # fmt: skip
+"""Why a level does not take a chunk now, and may take it once it has taken another."""
 Keys = Collection[ChunkKey | None]
 NOTHING: frozenset[ChunkKey] = frozenset()
 End = tuple[int, Outcome, bool]
@@ -115,7 +119,7 @@ class Flow(Moves):
             if ended:
                 self._writer_ended(level, entry)
         if flight.demote and not outcome.ok:
-            flight.source.demote_refused = True
+            _note_refusal(level, flight.source, reason_of(outcome))
             self._source_lost(above, flight.source, outcome)
         if not ended:
             self._give_up_demotion(above, flight)
@@ -138,7 +142,9 @@ class Flow(Moves):
     def _finish_delete(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, entry = self.levels[flight.transfer.source], flight.source
         if not ended:
+            level.hanging.add(entry.key)
             return
+        level.hanging.discard(entry.key)
         level.deleting_nbytes -= entry.charge_nbytes
         if outcome.ok or outcome.status is Status.MISSING:
             self._free(level, entry)
@@ -298,7 +304,7 @@ class Flow(Moves):
     def _refuse(self, level: LevelBooks, waiting: Waiting, reason: Reason) -> None:
         level.counts.refuse(reason)
         if waiting.demote:
-            waiting.source.demote_refused = True
+            _note_refusal(level, waiting.source, reason)
         self._forget(level, waiting)
 
     def _forget(self, level: LevelBooks, waiting: Waiting) -> None:
@@ -330,9 +336,11 @@ class Flow(Moves):
 
     def _make_room(self, level: LevelBooks, need_nbytes: int, protect: Keys, *, at_most: int | None = None) -> None:
         """Start making ``need_nbytes`` free: drop what may leave, demote what may not yet."""
-        accept = self._unguarded if self.guarded else None
-        victims = level.ledger.victims(accept, protect, need_nbytes, at_most=at_most)
         droppable = self._droppable(level)
+        accept: Callable[[Entry], bool] | None = self._unguarded if self.guarded else None
+        if droppable is not None and level.lower[0].leaving:
+            accept = self._is_settled_below(level.lower[0], droppable)
+        victims = level.ledger.victims(accept, protect, need_nbytes, at_most=at_most)
         if droppable is None:
             self._evict(level, victims)
             return
@@ -353,9 +361,27 @@ class Flow(Moves):
     def _unguarded(self, entry: Entry) -> bool:
         return entry.key not in self.guarded
 
+    def _is_settled_below(self, below: LevelBooks, droppable: Callable[[Entry], bool]) -> Callable[[Entry], bool]:
+        """Who may be asked to go down: a key whose earlier copy is just being deleted there waits for the end of that.
+
+        Asked now it would be turned down, and leave, and so would both of its copies. A deletion that hangs is not
+        waited for.
+        """
+        guarded = self.guarded
+        return lambda entry: entry.key not in guarded and (not below.is_deleting(entry.key) or droppable(entry))
+
     def _droppable(self, level: LevelBooks) -> Callable[[Entry], bool] | None:
         """Who may leave a level at once: everybody (None) under CASCADE, else what a level below has or refuses."""
         if not level.demotes:
             return None
         below = level.lower[0]
-        return lambda entry: entry.demote_refused or not below.writes.lets_through or level.has_below(entry.key)
+        n_stored = below.counts.stored
+        return lambda entry: entry.may_go(n_stored) or not below.writes.lets_through or level.has_below(entry.key)
+
+
+def _note_refusal(below: LevelBooks, source: Entry, reason: Reason) -> None:
+    """A copy down came to nothing. What may be the chunk's own fault is not tried again."""
+    if reason in _PASSING:
+        source.turn_down(below.counts.stored)
+    else:
+        source.demote_refused = True

@@ -91,27 +91,31 @@ class Counts:
         self.dropped[reason.value] += n
 
 
+def _ledger_of(plan: LevelPlan, *, recycles: bool) -> Ledger:
+    return Ledger(
+        name=plan.name,
+        capacity_nbytes=plan.capacity_nbytes,
+        policy=plan.policy,
+        admission=plan.admission,
+        charge=plan.charge,
+        n_slots=plan.n_slots,
+        slot_nbytes=plan.slot_nbytes,
+        recycles=recycles,
+    )
+
+
 class LevelBooks:
     """State of one level inside the hierarchy. A record with arithmetic, no decisions."""
 
     __slots__ = (
-        "counts", "deleting_nbytes", "demotes", "demoting_nbytes", "index", "leaving", "ledger", "lower",
+        "counts", "deleting_nbytes", "demotes", "demoting_nbytes", "hanging", "index", "leaving", "ledger", "lower",
         "min_free_nbytes", "n_quiet", "name", "plan", "purging", "queued_nbytes", "reads", "stuck", "trimming",
         "waiting", "writes",
     )  # fmt: skip
 
     def __init__(self, index: int, plan: LevelPlan, *, recycles: bool) -> None:
         self.index, self.name, self.plan = index, plan.name, plan
-        self.ledger = Ledger(
-            name=plan.name,
-            capacity_nbytes=plan.capacity_nbytes,
-            policy=plan.policy,
-            admission=plan.admission,
-            charge=plan.charge,
-            n_slots=plan.n_slots,
-            slot_nbytes=plan.slot_nbytes,
-            recycles=recycles,
-        )
+        self.ledger = _ledger_of(plan, recycles=recycles)
         self.counts = Counts()
         self.lower: Sequence[LevelBooks] = ()
         """The levels below, nearest first."""
@@ -122,6 +126,8 @@ class LevelBooks:
         """Charges of waiting writes and of those under way."""
         self.leaving: dict[ChunkKey, Entry] = {}
         """GONE entries whose space is not free yet: until then nobody may write their key again."""
+        self.hanging: set[ChunkKey] = set()
+        """Those of them whose deletion is past its deadline."""
         self.stuck: OrderedDict[ChunkKey, Entry] = OrderedDict()
         """GONE entries whose deletion failed: still on the medium and charged, until a later write replaces them or a
         deletion succeeds."""
@@ -159,6 +165,10 @@ class LevelBooks:
     def keeps(self, key: ChunkKey) -> bool:
         entry = self.ledger.get(key)
         return entry is not None and entry.state is READY and not self.ledger.expired(entry)
+
+    def is_deleting(self, key: ChunkKey) -> bool:
+        """A copy is on its way out, and its end is near."""
+        return key in self.leaving and key not in self.hanging
 
     def low_target(self) -> int:
         """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was.

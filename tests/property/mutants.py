@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         "a guarded key is evicted",
         FLOW,
-        "accept = self._unguarded if self.guarded else None",
-        "accept = None",
+        "accept: Callable[[Entry], bool] | None = self._unguarded if self.guarded else None",
+        "accept: Callable[[Entry], bool] | None = None",
     ),
     Mutant(
         "an offered key is evicted",
@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "an eviction under demote does not wait for the copy",
         FLOW,
-        "return lambda entry: entry.demote_refused or",
+        "return lambda entry: entry.may_go(n_stored) or",
         "return lambda entry: True or",
     ),
     Mutant(

@@ -53,11 +53,17 @@ class Watched(Hierarchy):
         """In the latest call, of those that asked for room there."""
 
     def _wants(self, level: LevelBooks, chunk: Chunk, charge: int) -> bool:
-        n_refused = level.counts.refused.total()
+        known = level.ledger.get(chunk.key)
         wanted = super()._wants(level, chunk, charge)
-        if level.counts.refused.total() > n_refused:
-            self.turned_down.add((level.index, chunk.key))
+        if known is not None and level.ledger.get(chunk.key) is None:
+            self.turned_down.add((level.index, chunk.key))  # its copy has expired, and so would the next one
         return wanted
+
+    def _refusal(self, level: LevelBooks, chunk: Chunk, charge: int) -> Reason | None:
+        reason = super()._refusal(level, chunk, charge)
+        if reason is not None and (reason is not Reason.BUSY or chunk.key in level.hanging):
+            self.turned_down.add((level.index, chunk.key))
+        return reason
 
 
 class Lower:
@@ -184,6 +190,7 @@ class Rig:
         before = {(i, e.key): e for i in range(self.n_levels) for e in self.h.levels[i].ledger}
         pending = {at for at, entry in before.items() if entry.state is PENDING}
         self.h.turned_down.clear()
+        self.n_stored = [level.counts.stored for level in self.h.levels]
         n_dropped = [level.counts.dropped[Reason.DEMOTE_DROPPED] for level in self.h.levels]
         answers = act(self.h, 0), act(self.twin, 1)
         self.fresh_events, self.fresh_transfers = self.h.take_events(), self.h.take_transfers()
@@ -266,8 +273,13 @@ class Rig:
             else:
                 assert event.reason is Reason.DEMOTE_DROPPED
                 turned_down = (lower[0].index, event.key) in self.h.turned_down
-                refused = entry is None or entry.demote_refused or not lower[0].writes.lets_through or turned_down
+                turned_down |= entry is None or any(map(entry.may_go, self.n_stored_since(lower[0])))
+                refused = turned_down or not lower[0].writes.lets_through
                 assert refused, "dropped only if the level below would not take it (8)"
+
+    def n_stored_since(self, level: LevelBooks) -> range:
+        """What a level had stored at some moment of the latest call."""
+        return range(self.n_stored[level.index], level.counts.stored + 1)
 
     # -- proof --------------------------------------------------------------------------------------------------
 

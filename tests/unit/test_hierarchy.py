@@ -386,6 +386,86 @@ def test_a_refused_demotion_is_a_counted_removal() -> None:
     assert h.levels[0].counts.dropped == {"demote_dropped": 4} == {"demote_dropped": h.levels[0].counts.evicted}
 
 
+@pytest.mark.parametrize(
+    ("status", "reason", "n_dropped"),
+    [
+        (Status.REFUSED, Reason.FULL, 0), (Status.REFUSED, Reason.NO_SPACE, 0), (Status.REFUSED, Reason.SCANNING, 0),
+        (Status.REFUSED, None, 0), (Status.REFUSED, Reason.TOO_LARGE, 1), (Status.FAILED, Reason.TIER_ERROR, 1),
+    ],
+)  # fmt: skip
+def test_a_refusal_of_a_moment_is_none_for_ever(status: Status, reason: Reason | None, n_dropped: int) -> None:
+    """A disk was full as a chunk was to go down, and then the chunk was used: its eviction hours later is a copy.
+
+    What may be the chunk's own fault is not tried again.
+    """
+    h = over(3, disk(writes=Writes.DEMOTE))
+    a, *others = (chain(name, 1) for name in "abcdefgh")
+    store(h, a)
+    for chunks in others[:2]:
+        store(h, chunks)
+    [copy] = h.take_transfers()
+    assert (copy.kind, copy.chunk.key) == (TransferKind.DEMOTE, a[0].key)
+    use(h, a[0].key)
+    h.finish(copy.id, Outcome(a[0].key, status, reason))
+    run(h)  # another goes down instead, so there is room
+    for chunks in others[2:]:
+        assert store(h, chunks)
+        run(h)
+    assert h.levels[0].counts.dropped["demote_dropped"] == n_dropped
+    assert h.find(a[0].key) == (ABSENT if n_dropped else 1)
+    assert h.levels[0].counts.evicted == 6
+
+
+def use(h: Hierarchy, key: ChunkKey) -> None:
+    entry = h.primary.get(key)
+    assert entry is not None
+    h.primary.touch([entry])
+
+
+def evicted_below(h: Hierarchy) -> Transfer:
+    """A chunk that the disk evicts just before the primary would; its deletion."""
+    [a] = chain("a", 1)
+    h.absorb(1, [Found(a.key, SLOT, True, a)])
+    h.promote([a])
+    run(h)
+    assert h.find(a.key) == 0
+    entry = h.levels[1].ledger.get(a.key)
+    assert entry is not None
+    h._evict(h.levels[1], [entry])
+    [deletion] = h.take_transfers()
+    assert (deletion.kind, deletion.chunk.key) == (TransferKind.DELETE, a.key)
+    return deletion
+
+
+def test_both_levels_evict_a_chunk_at_once() -> None:
+    """Its copy below is just being deleted: the one above waits for the end of that and goes down again."""
+    h = over(3, disk(writes=Writes.DEMOTE))
+    deletion = evicted_below(h)
+    for name in "bc":
+        assert store(h, chain(name, 1))
+    [instead] = h.take_transfers()
+    assert (instead.kind, instead.chunk.key) == (TransferKind.DEMOTE, b"b0"), "who may be copied now"
+    h.finish(deletion.id, Outcome(deletion.chunk.key, Status.OK))
+    h.finish(instead.id, Outcome(instead.chunk.key, Status.OK))
+    for name in "de":
+        assert store(h, chain(name, 1))
+        run(h)
+    assert not h.levels[0].counts.dropped and h.find(deletion.chunk.key) == 1
+
+
+def test_a_deletion_that_hangs_is_not_waited_for() -> None:
+    """As above, on a disk that does not answer: the chunk leaves, counted, as it would without a disk."""
+    h = over(3, disk(writes=Writes.DEMOTE))
+    deletion = evicted_below(h)
+    h.finish(deletion.id, Outcome(deletion.chunk.key, Status.FAILED, Reason.DEADLINE), ended=False)
+    for name in "bc":
+        assert store(h, chain(name, 1))
+    assert h.find(deletion.chunk.key) == ABSENT and h.levels[0].counts.dropped == {"demote_dropped": 1}
+    h.finish(deletion.id, Outcome(deletion.chunk.key, Status.OK))
+    run(h)
+    assert h.at_rest and not h.levels[1].hanging
+
+
 def test_a_write_that_comes_late_is_undone() -> None:
     """A write past its deadline is a refusal; should it succeed after all, its file is deleted."""
     h = over(2, disk())
