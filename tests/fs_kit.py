@@ -218,7 +218,7 @@ class SlotPath:
         with catalogue.open("rb+") as file:
             rows = Catalogue(file.fileno(), self._nbytes, bytes.fromhex(catalogue.parent.name))
             for row in [row for piece in rows.rows(tidy=False) for row in piece if row.slot == self.slot]:
-                rows.clear(row.place)
+                rows.clear(row.line)
 
     def exists(self) -> bool:
         return any(path.slab == self.slab and path.slot == self.slot for _, path in rows_under(self.slab.parent))
@@ -251,7 +251,7 @@ def set_time(root: Path | str, key: ChunkKey, tier: FSTier, when_s: float, names
         return
     held = _mount(tier).books.get(key)
     slab = _mount(tier)._slabs.at(_mount(tier)._ownership.ids[held.number], held.nbytes)
-    slab.catalogue.put_at(slab._places[held.at], key, held.at, when_s)
+    slab.catalogue.put_at(slab._lines[held.at], key, held.at, when_s)
 
 
 def unfinished_of(root: Path, key: ChunkKey, tier: FSTier) -> Path:

@@ -136,7 +136,7 @@ class SlabDoor:
         self._write(berth, change(self._record(berth)).ljust(berth.slab.slot_nbytes, b"\0"))
 
     def remove(self, key: ChunkKey) -> None:
-        self._berth(key).slab.catalogue.clear(self._berth(key).row.place)
+        self._berth(key).slab.catalogue.clear(self._berth(key).row.line)
 
     def _berth(self, key: ChunkKey) -> Any:
         held = self._mount.books.get(key)

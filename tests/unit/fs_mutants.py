@@ -363,8 +363,8 @@ MUTANTS = [
     Mutant(
         "a slot gets another's row from the index",
         "_fs/slab.py",
-        "self._places[slot] = row\n",
-        "self._places[slot] = rows[0]\n",
+        "self._lines[slot] = row\n",
+        "self._lines[slot] = rows[0]\n",
         "unit/test_fs_unchanged.py",
     ),
     Mutant(
@@ -582,8 +582,8 @@ MUTANTS = [
     Mutant(
         "slab: a deletion leaves the row",
         "_fs/slab.py",
-        "            self.catalogue.clear(self._places[slot])\n            self._places[slot] = _NO_ROW\n",
-        "            self._places[slot] = _NO_ROW\n",
+        "            self.catalogue.clear(self._lines[slot])\n            self._lines[slot] = _NO_ROW\n",
+        "            self._lines[slot] = _NO_ROW\n",
         "unit/test_fs_slab.py",
     ),
     Mutant(
@@ -659,7 +659,7 @@ MUTANTS = [
     Mutant(
         "slab: an unread row is never renewed",
         "_fs/slab.py",
-        "                self.catalogue.put_at(place, key, slot)\n                self._used",
+        "                self.catalogue.put_at(line, key, slot)\n                self._used",
         "                self._used",
         "unit/test_fs_slab.py",
     ),

@@ -267,7 +267,7 @@ async def test_a_row_that_is_none_is_cleared(root: Path) -> None:
         berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._ownership.id)
     catalogue = only(root, "slots")
     data = bytearray(catalogue.read_bytes())
-    data[PAGE + berth.row.place * (PAGE // ROWS_A_BUCKET) + 4] ^= 1
+    data[PAGE + berth.row.line * (PAGE // ROWS_A_BUCKET) + 4] ^= 1
     catalogue.write_bytes(data)
     async with opened(root, n_chunks=3) as tier:
         assert {f.key for f in await first_batches(tier)} == {key_of(0), key_of(2)}
@@ -281,7 +281,7 @@ async def test_a_row_that_somebody_cleared_is_a_chunk_that_vanished(root: Path, 
     async with opened(root, n_chunks=1) as tier:
         await store(tier, chunk_of(1))
         berth = _mount(tier)._slabs.find(key_of(1), _mount(tier)._ownership.id)
-        berth.slab.catalogue.clear(berth.row.place)
+        berth.slab.catalogue.clear(berth.row.line)
         if noticed_by == "read":
             assert await fetch(tier, chunk_of(1)) == [MISSING]
         elif noticed_by == "probe":
@@ -574,7 +574,7 @@ async def test_a_read_renews_an_old_row(root: Path) -> None:
         slab = slab_of(tier)
         for i in (1, 2):
             held = _mount(tier).books.get(key_of(i))
-            slab.catalogue.put_at(slab._places[held.at], key_of(i), held.at, 1_790_000_000.0 + i)
+            slab.catalogue.put_at(slab._lines[held.at], key_of(i), held.at, 1_790_000_000.0 + i)
         kill(tier)
     async with opened(root) as tier:
         assert [f.key for f in await first_batches(tier)] == [key_of(1), key_of(2), key_of(3)]
@@ -634,7 +634,7 @@ async def test_a_slab_that_nobody_reads_makes_room_coldest_first(root: Path) -> 
         slab = slab_of(tier)
         for i in range(8):
             held = _mount(tier).books.get(key_of(i))
-            slab.catalogue.put_at(slab._places[held.at], key_of(i), held.at, 1_790_000_000.0 + i)
+            slab.catalogue.put_at(slab._lines[held.at], key_of(i), held.at, 1_790_000_000.0 + i)
         kill(tier)
     async with opened(root, n_chunks=12) as tier:
         await store(tier, *(chunk_of(i) for i in range(9)))
@@ -720,7 +720,7 @@ def test_a_catalogue_finds_every_key_of_as_many_slots(tmp_path: Path, n: int, at
         if at_once:
             catalogue.put_all((key_of(i), i, 1_790_000_000.0 + i) for i in range(n))
             assert catalogue.find(key_of(0)).used_s == pytest.approx(1_790_000_000.0)  # type: ignore[union-attr]
-            places = {row.slot: row.place for piece in catalogue.rows() for row in piece}
+            places = {row.slot: row.line for piece in catalogue.rows() for row in piece}
         else:
             places = {i: catalogue.put(key_of(i), i) for i in range(n)}
         found = [catalogue.find(key_of(i)) for i in range(n)]

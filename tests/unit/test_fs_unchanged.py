@@ -103,7 +103,7 @@ async def test_rows_and_index_that_differ_are_taken_by_the_rows(root: Path) -> N
     await left(root)
     with catalogue_of(root) as catalogue:
         rows = {row.key: row for piece in catalogue.rows() for row in piece}
-        catalogue.clear(rows[key_of(2)].place)
+        catalogue.clear(rows[key_of(2)].line)
         catalogue.put(key_of(8), rows[key_of(2)].slot)
     async with opened(root) as tier:
         assert [f.key for f in await first_batches(tier)] == [key_of(i) for i in (3, 1, 4, 0, 5, 8)]
@@ -179,7 +179,7 @@ async def test_a_change_at_rest_is_seen(root: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(catalogues, "_TICK_S", -1.0)
     await left(root)
     with catalogue_of(root) as catalogue:
-        (place,) = [row.place for piece in catalogue.rows() for row in piece if row.key == key_of(4)]
+        (place,) = [row.line for piece in catalogue.rows() for row in piece if row.key == key_of(4)]
         catalogue.clear(place)
     (path,) = root.rglob("*.slots")
     os.utime(path, (path.stat().st_atime, path.stat().st_mtime + 1))  # a file system's time may go by in steps

@@ -87,8 +87,8 @@ class SlabName(NamedTuple):
 class Row(NamedTuple):
     """One chunk of a slab."""
 
-    place: int
-    """Number of the row."""
+    line: int
+    """Number of the row: where in the catalogue it stands, as ``slot`` says where in the slab the chunk lies."""
     slot: int
     used_s: float
     """When it was written, or lately read; Unix seconds, to a tenth."""
@@ -198,25 +198,25 @@ class Catalogue:
             bucket = (bucket + 1) % self.n_buckets
         return None
 
-    def row(self, place: int) -> Row | None:
+    def row(self, line: int) -> Row | None:
         """What stands there now; None if nothing."""
-        data = os.pread(self._fd, ROW_NBYTES, PAGE_NBYTES + place * ROW_NBYTES)
-        return self._unpack(data, 0, place) if len(data) == ROW_NBYTES else None
+        data = os.pread(self._fd, ROW_NBYTES, PAGE_NBYTES + line * ROW_NBYTES)
+        return self._unpack(data, 0, line) if len(data) == ROW_NBYTES else None
 
     def put(self, key: ChunkKey, slot: int, used_s: float | None = None) -> int:
-        """Write a row, as of now or of ``used_s``, and return its place. From now on the slot's chunk can be found.
+        """Write a row, as of now or of ``used_s``, and return its line. From now on the slot's chunk can be found.
 
         Raises OSError: there is no row.
         """
-        place = self._place_for(key)
+        line = self._line_for(key)
         try:
-            self.put_at(place, key, slot, used_s)
+            self.put_at(line, key, slot, used_s)
         except OSError:
-            if not self._stands(place, key, slot):
+            if not self._stands(line, key, slot):
                 raise
             # Done, and denied: it would bring the key back, in a slot that is another's by then.
-        self._taken[place] = 1
-        return place
+        self._taken[line] = 1
+        return line
 
     def put_all(self, rows: Iterable[tuple[ChunkKey, int, float]]) -> None:
         """Write all rows (key, slot, Unix seconds) of a catalogue that has none yet. Raises OSError.
@@ -225,23 +225,23 @@ class Catalogue:
         """
         pieces: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(_PIECE * PAGE_NBYTES))
         for key, slot, used_s in rows:
-            place = self._place_for(key)
-            at, within = divmod(place, _PIECE * ROWS_A_BUCKET)
+            line = self._line_for(key)
+            at, within = divmod(line, _PIECE * ROWS_A_BUCKET)
             pieces[at][within * ROW_NBYTES : (within + 1) * ROW_NBYTES] = self._row(key, slot, used_s)
-            self._taken[place] = 1
+            self._taken[line] = 1
         for at, piece in sorted(pieces.items()):
             data = piece[: min(len(piece), self.nbytes - PAGE_NBYTES - at * len(piece))]
             if os.pwrite(self._fd, data, PAGE_NBYTES + at * len(piece)) != len(data):
                 raise OSError(errno.ENOSPC, "the write ended short")
 
-    def put_at(self, place: int, key: ChunkKey, slot: int, used_s: float | None = None) -> None:
+    def put_at(self, line: int, key: ChunkKey, slot: int, used_s: float | None = None) -> None:
         """Write a row that is known to be the key's, or nobody's. Raises OSError."""
-        self._pwrite(self._row(key, slot, time.time() if used_s is None else used_s), place)
+        self._pwrite(self._row(key, slot, time.time() if used_s is None else used_s), line)
 
-    def clear(self, place: int) -> None:
+    def clear(self, line: int) -> None:
         """Nobody's row any more. Raises OSError, and then it stands."""
-        self._pwrite(_NO_ROW, place)
-        self._taken[place] = 0
+        self._pwrite(_NO_ROW, line)
+        self._taken[line] = 0
 
     def rows(self, *, tidy: bool = True) -> Iterator[list[Row]]:
         """All rows, in pieces; with ``tidy`` what is no whole row is cleared. Marks them as taken."""
@@ -256,25 +256,25 @@ class Catalogue:
                 self._taken[row[0]] = 1
             if tidy and len(piece) < n * ROWS_A_BUCKET:
                 end = first
-                for place in (*[row[0] for row in piece], first + n * ROWS_A_BUCKET):
-                    if place > end:
-                        self._tidy(data, end - first, place - first, first)
-                    end = place + 1
+                for line in (*[row[0] for row in piece], first + n * ROWS_A_BUCKET):
+                    if line > end:
+                        self._tidy(data, end - first, line - first, first)
+                    end = line + 1
             yield piece
 
     def _unpack_all(self, data: bytes, first: int) -> list[Row]:
         """The whole rows of some buckets. A million of them are read at an open, so in one expression."""
         base_s, crc = self._base_s, zlib.crc32
         return [
-            _make_row(Row, (place, slot, base_s + tenths * 0.1, key[:length]))
-            for place, (total, slot, tenths, length, key) in enumerate(_ROW.iter_unpack(data), first)
+            _make_row(Row, (line, slot, base_s + tenths * 0.1, key[:length]))
+            for line, (total, slot, tenths, length, key) in enumerate(_ROW.iter_unpack(data), first)
             if 0 < length <= MAX_KEY_NBYTES
-            and total == crc(data[(at := (place - first) * ROW_NBYTES) + 4 : at + ROW_NBYTES])
+            and total == crc(data[(at := (line - first) * ROW_NBYTES) + 4 : at + ROW_NBYTES])
         ]
 
-    def _stands(self, place: int, key: ChunkKey, slot: int) -> bool:
+    def _stands(self, line: int, key: ChunkKey, slot: int) -> bool:
         with contextlib.suppress(OSError):
-            row = self.row(place)
+            row = self.row(line)
             return row is not None and (row.slot, row.key) == (slot, key)
         return False
 
@@ -286,14 +286,14 @@ class Catalogue:
             if data[i * ROW_NBYTES : (i + 1) * ROW_NBYTES] != _NO_ROW:
                 self.clear(first + i)
 
-    def _place_for(self, key: ChunkKey) -> int:
+    def _line_for(self, key: ChunkKey) -> int:
         """A row that nobody has, as near behind the key's bucket as there is one. Raises OSError."""
-        place = self._taken.find(0, self._bucket(key) * ROWS_A_BUCKET)
-        if place < 0:
-            place = self._taken.find(0)
-        if place < 0:  # somebody made the slab longer than we would
-            raise OSError(errno.ENOSPC, "more rows than the catalogue has places for")
-        return place
+        line = self._taken.find(0, self._bucket(key) * ROWS_A_BUCKET)
+        if line < 0:
+            line = self._taken.find(0)
+        if line < 0:  # somebody made the slab longer than we would
+            raise OSError(errno.ENOSPC, "more rows than the catalogue has lines for")
+        return line
 
     def _row(self, key: ChunkKey, slot: int, used_s: float) -> bytes:
         tenths = min(max(0, int((used_s - self._base_s) * 10)), 0xFFFFFFFF)
@@ -309,9 +309,9 @@ class Catalogue:
             return None
         return Row(first + at // ROW_NBYTES, slot, self._base_s + tenths * 0.1, cast("ChunkKey", key[:length]))
 
-    def _pwrite(self, row: bytes, place: int) -> None:
+    def _pwrite(self, row: bytes, line: int) -> None:
         # Within one page and already allocated, so neither a kill nor a full disk leaves a part of it.
-        if os.pwrite(self._fd, row, PAGE_NBYTES + place * ROW_NBYTES) != len(row):
+        if os.pwrite(self._fd, row, PAGE_NBYTES + line * ROW_NBYTES) != len(row):
             raise OSError(errno.EIO, "the write ended short")
 
 

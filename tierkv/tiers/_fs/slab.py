@@ -57,7 +57,7 @@ class Slab:
         self._names_are_safe = False
         self._cursor = 0
         self._states = bytearray()
-        self._places = array.array("I")
+        self._lines = array.array("I")
         self._used = array.array("Q")
         """When each slot's chunk was last used by its row, in whole seconds."""
         self.is_loaded = False
@@ -121,13 +121,13 @@ class Slab:
                 return False
             for slot, row in zip(slots, rows, strict=True):
                 self._states[slot] = _TAKEN
-                self._places[slot] = row
+                self._lines[slot] = row
             self._settle_the_rest()
             return True
 
     def row_in(self, slot: int) -> int:
-        """The place of a taken slot's row."""
-        return self._places[slot]
+        """The line of a taken slot's row."""
+        return self._lines[slot]
 
     def _settle_the_rest(self) -> None:
         """All rows are known. Caller holds the lock."""
@@ -148,22 +148,22 @@ class Slab:
         Never more than its catalogue has rows for: somebody may have made the file as long as he likes.
         """
         n_slots = min(os.fstat(self._buffered.fd).st_size // self.slot_nbytes, self.catalogue.n_slots)
-        del self._states[n_slots:], self._places[n_slots:], self._used[n_slots:]
+        del self._states[n_slots:], self._lines[n_slots:], self._used[n_slots:]
         self._states += bytes([_UNKNOWN]) * (n_slots - self.n_slots)
-        self._places.extend([_NO_ROW] * (n_slots - len(self._places)))
+        self._lines.extend([_NO_ROW] * (n_slots - len(self._lines)))
         self._used.extend([0] * (n_slots - len(self._used)))
 
     def _enter(self, piece: list[Row]) -> list[Row]:
         """Caller holds the lock. Two rows for a slot, or a slot that is not there: the row goes."""
-        states, places, used, n_slots = self._states, self._places, self._used, self.n_slots
+        states, lines, used, n_slots = self._states, self._lines, self._used, self.n_slots
         wrong: set[int] = set()
-        for place, slot, used_s, _ in piece:
+        for line, slot, used_s, _ in piece:
             if slot < n_slots and states[slot] == _UNKNOWN:
-                states[slot], places[slot], used[slot] = _TAKEN, place, int(used_s)
-            elif slot >= n_slots or places[slot] != place:
-                self.catalogue.clear(place)
-                wrong.add(place)
-        return [row for row in piece if row.place not in wrong] if wrong else piece
+                states[slot], lines[slot], used[slot] = _TAKEN, line, int(used_s)
+            elif slot >= n_slots or lines[slot] != line:
+                self.catalogue.clear(line)
+                wrong.add(line)
+        return [row for row in piece if row.line not in wrong] if wrong else piece
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Slab:
             now_s = time.time()
             for i, (slot, key) in enumerate(zip(slots, keys, strict=True)):
                 try:
-                    self._places[slot] = self.catalogue.put(key, slot, now_s)
+                    self._lines[slot] = self.catalogue.put(key, slot, now_s)
                     self._used[slot] = int(now_s)
                 except OSError as error:
                     errors[i] = error
@@ -207,48 +207,48 @@ class Slab:
         if not self.are_cold(slot, 1, now_s):
             return
         with self._lock:
-            place = self._places[slot] if slot < self.n_slots else _NO_ROW
-            row = None if place == _NO_ROW else self.catalogue.row(place)
+            line = self._lines[slot] if slot < self.n_slots else _NO_ROW
+            row = None if line == _NO_ROW else self.catalogue.row(line)
             if row is not None and row.key == key:
-                self.catalogue.put_at(place, key, slot)
+                self.catalogue.put_at(line, key, slot)
                 self._used[slot] = int(now_s)
 
     def row_of(self, slot: int, key: ChunkKey) -> Row | None:
         """The slot's row if it is the key's."""
         with self._lock:
-            place = self._places[slot] if slot < self.n_slots else _NO_ROW
-        # A row of a slab that is not loaded has no known place.
-        row = self.catalogue.find(key) if place == _NO_ROW else self.catalogue.row(place)
+            line = self._lines[slot] if slot < self.n_slots else _NO_ROW
+        # A row of a slab that is not loaded has no known line.
+        row = self.catalogue.find(key) if line == _NO_ROW else self.catalogue.row(line)
         return row if row is not None and (row.slot, row.key) == (slot, key) else None
 
-    def erase(self, slot: int, key: ChunkKey, place: int | None = None) -> bool:
+    def erase(self, slot: int, key: ChunkKey, line: int | None = None) -> bool:
         """Clear the slot's row if it is the key's; the slot stays taken. False if it is another's or nobody's.
 
-        ``place`` is that of its row, for a slab that is not loaded. Raises OSError: the row stands.
+        ``line`` is that of its row, for a slab that is not loaded. Raises OSError: the row stands.
         """
         with self._lock:
             if slot >= self.n_slots:
                 return False
-            if self._places[slot] == _NO_ROW and place is not None:
-                self._places[slot] = place
+            if self._lines[slot] == _NO_ROW and line is not None:
+                self._lines[slot] = line
             if not self._holds(slot, key):
                 return False
-            self.catalogue.clear(self._places[slot])
-            self._places[slot] = _NO_ROW
+            self.catalogue.clear(self._lines[slot])
+            self._lines[slot] = _NO_ROW
             self._states[slot] = _TAKEN  # also in a slab that is being loaded: whoever erased it will release it
             return True
 
     def reclaim(self, slot: int) -> bool:
         """True once, if the slot's row was cleared by somebody else: the slot is the caller's to release."""
         with self._lock:
-            place = self._places[slot] if slot < self.n_slots else _NO_ROW
+            line = self._lines[slot] if slot < self.n_slots else _NO_ROW
             try:
-                if place == _NO_ROW or self.catalogue.row(place) is not None:
+                if line == _NO_ROW or self.catalogue.row(line) is not None:
                     return False
-                self.catalogue.clear(place)  # a bit may have been wrong only as it was read
+                self.catalogue.clear(line)  # a bit may have been wrong only as it was read
             except OSError:
                 return False  # not now
-            self._places[slot] = _NO_ROW
+            self._lines[slot] = _NO_ROW
             return True
 
     def release(self, slot: int) -> None:
@@ -283,7 +283,7 @@ class Slab:
                 raise
             if hole is None:
                 self._states += bytes([_IDLE]) * n
-                self._places.extend([_NO_ROW] * n)
+                self._lines.extend([_NO_ROW] * n)
                 self._used.extend([0] * n)
             else:
                 self._mark(first, n, _IDLE)
@@ -310,7 +310,7 @@ class Slab:
         n_left = len(self._states.rstrip(bytes([_HOLE])))
         if n_left < self.n_slots:
             os.ftruncate(self._buffered.fd, n_left * self.slot_nbytes)
-            del self._states[n_left:], self._places[n_left:], self._used[n_left:]
+            del self._states[n_left:], self._lines[n_left:], self._used[n_left:]
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
@@ -370,8 +370,8 @@ class Slab:
             _log.warning("memory that is not aligned to 4096 bytes: its chunks go through the page cache")
 
     def _holds(self, slot: int, key: ChunkKey) -> bool:
-        place = self._places[slot]
-        row = None if place == _NO_ROW else self.catalogue.row(place)
+        line = self._lines[slot]
+        row = None if line == _NO_ROW else self.catalogue.row(line)
         return row is not None and row.key == key
 
     def _mark(self, first: int, n: int, state: int) -> None:

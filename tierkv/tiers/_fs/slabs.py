@@ -200,7 +200,7 @@ class Slabs:
         Raises OSError: it stays.
         """
         slab, slot = berth.slab, berth.row.slot
-        if not slab.erase(slot, key, berth.row.place):
+        if not slab.erase(slot, key, berth.row.line):
             return False
         if keep_slot and self._is_written(slab) and self._books.used_nbytes <= self._books.limit_nbytes:
             self._books.add_idle(slab.slot_nbytes)
