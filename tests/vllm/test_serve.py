@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,12 @@ class Subscriber:
             for event in msgspec.msgpack.decode(payload)[1]:
                 self.counts[event["type"], event.get("medium")] += len(event.get("block_hashes", []))
 
-    def wait_for(self, n: int, kind: str, medium: str) -> None:
-        """Until events of so many blocks have come."""
+    def wait_for(self, n: int, kind: str, medium: str, step: Callable[[], object] = lambda: None) -> None:
+        """Until events of so many blocks have come. ``step`` makes the engine step: an idle one tells of nothing."""
         until_s = time.monotonic() + PATIENCE_S
         while self.counts[kind, medium] < n:
             assert time.monotonic() < until_s, self.counts
+            step()
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -154,25 +156,28 @@ def metric(text: str, name: str, **labels: str) -> float:
 def test_serve_with_both_tiers(models, tmp_path):
     """Two rounds over HTTP: the offline tokens, the second from the tiers, counted in /metrics, told by events."""
     expected = run_once(models(), PROMPTS).rounds[0].tokens
-    subscriber = Subscriber()
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": subscriber.endpoint, "topic": "kv"}
-    with serving(models(), events, tmp_path) as server:
+    events = Subscriber()
+    publishing = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events.endpoint, "topic": "kv"}
+    with serving(models(), publishing, tmp_path) as server:
         said = {"tierkv": {"tenant": "team-a", "hint": "dead"}}
+        short = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 1}  # less than a chunk
         for cached, params in (([0] + [96] * 7, None), ([480] * 8, said)):
-            for prompt, tokens, hit in zip(PROMPTS, expected, cached, strict=True):
+            for i, (prompt, tokens, hit) in enumerate(zip(PROMPTS, expected, cached, strict=True)):
                 body = {"model": MODEL, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
                         "return_token_ids": True, "kv_transfer_params": params}  # fmt: skip
                 answer = server.post("/v1/completions", body)
                 assert answer["choices"][0]["token_ids"] == tokens
                 assert (answer["usage"]["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"] == hit
+                # Slots that a slow disk has yet to read would be no room for the next prompt's chunks.
+                events.wait_for(15 + 12 * i, "BlockStored", "STORAGE", lambda: server.post("/v1/completions", short))
         message = {"role": "user", "content": "hello " * 30}
         body = {"model": MODEL, "messages": [message], "max_tokens": 8, "kv_transfer_params": {"tierkv": "nonsense"}}
         chat = server.post("/v1/chat/completions", body)
         assert chat["usage"]["completion_tokens"] == 8
         for kind, medium, n in (("BlockStored", "CPU", 99), ("BlockStored", "STORAGE", 99), ("BlockRemoved", "CPU", 1)):
-            subscriber.wait_for(n, kind, medium)  # with 64 slots for 99 chunks some must leave
+            events.wait_for(n, kind, medium)  # with 64 slots for 99 chunks some must leave
         text = server.get("/metrics")
-    subscriber.close()
+    events.close()
     assert metric(text, "vllm:prompt_tokens_cached_by_source_total", source="disk") > 0
     assert metric(text, "vllm:kv_offload_tiering_read_bytes_total", tier="1:fs") > 0
     assert metric(text, "vllm:kv_offload_tiering_write_bytes_total", tier="1:fs") >= 99 * 32768
