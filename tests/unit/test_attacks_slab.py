@@ -108,12 +108,17 @@ async def test_a_catalogue_that_was_cut_before_its_owner_died(root: Path) -> Non
 async def test_a_kill_while_a_slab_is_removed_brings_nothing_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was evicted stays evicted, although its bytes lie in the half that is left."""
 
-    def killed(self: SlabFiles, owner: str, slot_nbytes: int) -> None:
-        real_unlink = _fs_dirs.unlink_quietly
+    def killed(self: SlabFiles, owner: str, slot_nbytes: int) -> int:
         names: list[str] = []
-        monkeypatch.setattr("tierkv.tiers._fs.slab_files.unlink_quietly", lambda name, fd: names.append(name))
+
+        def note(some: Iterable[str], _: int) -> bool:
+            names.extend(some)
+            return True
+
+        monkeypatch.setattr("tierkv.tiers._fs.slab_files.unlink_first", note)
         real(self, owner, slot_nbytes)
-        real_unlink(names[0], self.dir_fd)
+        _fs_dirs.unlink_quietly(names[0], self.dir_fd)
+        return 0
 
     real = SlabFiles.remove
     async with opened(root) as tier:
@@ -222,7 +227,8 @@ async def test_a_kill_while_a_catalogue_is_written_anew_loses_nothing(
         nonlocal n
         n += 1
         real(self, itertools.islice(rows, 3))
-        monkeypatch.setattr("tierkv.tiers._fs.slab_files.unlink_quietly", lambda *_: True)  # killed: no cleaning up
+        for name in ("unlink_quietly", "unlink_first"):  # killed: no cleaning up
+            monkeypatch.setattr(f"tierkv.tiers._fs.slab_files.{name}", lambda *_: True)
         raise BadCatalogueError("killed")
 
     with monkeypatch.context() as patch:

@@ -21,6 +21,7 @@ from tests.fs_kit import (
     path_of,
     recount,
     store,
+    using,
     write,
 )
 from tierkv.tiers._fs.format import namespace_digest
@@ -214,3 +215,29 @@ async def _scan_of_another_namespace(faults: Faults, root: str) -> None:
 def test_what_cannot_be_removed_of_another_namespace_counts_and_leaves_first(tmp_path: Path) -> None:
     """As above, where nobody reads it."""
     in_child(_scan_of_another_namespace, tmp_path / "root", folder=tmp_path)
+
+
+async def _half_a_slab_that_stays(faults: Faults, root: str) -> None:
+    with using("slab"):
+        async with opened(root, 6) as tier:
+            _without_keeper(tier)
+            assert tier._mount is not None
+            await store(tier, *map(chunk_of, range(3)))
+            (catalogue,) = Path(root).rglob("*.slots")
+            catalogue.unlink()
+            rule = faults.add("unlink", path=f"{root}/", error=errno.EIO)
+            for _ in range(2):
+                tier._mount.beat()
+                assert recount(root) <= _charged(tier), "what stays of it counts"
+            assert (await write(tier, chunk_of(0)))[0].status is not Status.OK, "what lies in the way stays in the way"
+            assert recount(root) <= _charged(tier)
+            rule.remove()
+            await store(tier, *map(chunk_of, range(6)))
+            assert await fetch(tier, *map(chunk_of, range(6))) == [Status.OK] * 6, "nothing stays charged"
+            assert recount(root) <= _charged(tier) <= capacity_for(6)
+            tier._mount.books.check()
+
+
+def test_half_of_a_slab_that_cannot_be_removed_counts(tmp_path: Path) -> None:
+    """Somebody removed its catalogue, and the disk keeps the slots: an owner that gave them up counted them no more."""
+    in_child(_half_a_slab_that_stays, tmp_path / "root", folder=tmp_path)

@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -359,3 +359,17 @@ def damage(found: os.stat_result) -> str | None:
 def is_whole(file_nbytes: int) -> bool:
     """True if a chunk file can have this length."""
     return file_nbytes >= HEADER_NBYTES and file_nbytes % PAGE_NBYTES == 0
+
+
+def as_far_as_there_is_room(grow: Callable[[int], int], n: int) -> int:
+    """``grow(n)``, by less where the file system has no room for so much: a quota shows in no other way.
+
+    Raises OSError.
+    """
+    while True:
+        try:
+            return grow(n)
+        except OSError as error:
+            if error.errno not in NO_SPACE or n <= 1:
+                raise
+            n = max(1, n // 4)

@@ -15,6 +15,7 @@ from tierkv.tiers._fs.catalogue import (
     SLOTS,
     BadCatalogueError,
     Catalogue,
+    allocated_nbytes,
     catalogue_nbytes,
     head_of,
     n_buckets_for,
@@ -22,7 +23,7 @@ from tierkv.tiers._fs.catalogue import (
     slab_name,
 )
 from tierkv.tiers._fs.descriptor import SAFE, open_regular
-from tierkv.tiers._fs.dirs import names_in, sync_upwards, unlink_quietly
+from tierkv.tiers._fs.dirs import names_in, sync_upwards, unlink_first, unlink_quietly
 from tierkv.tiers._fs.file_io import Tally
 from tierkv.tiers._fs.format import HEADER_NBYTES, PLAIN, BadHeaderError, Header, Sums, unpack_header
 from tierkv.tiers._fs.holes import UNSUPPORTED, allocate, punch
@@ -110,10 +111,20 @@ class SlabFiles:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(old, new, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
 
-    def remove(self, owner: str, slot_nbytes: int) -> None:
-        """The slots first: of them alone ``mend`` would bring back what was evicted, if a kill came in between."""
-        for kind in (SLAB, SLOTS, SLOTS + PART):
-            unlink_quietly(slab_name(owner, slot_nbytes, kind), self.dir_fd)
+    def remove(self, owner: str, slot_nbytes: int) -> int:
+        """What is left of it in bytes: all from the first file on that could not be removed.
+
+        The slots go first: of them alone ``mend`` would bring back what was evicted, if a kill came in between.
+        """
+        names = [slab_name(owner, slot_nbytes, kind) for kind in (SLAB, SLOTS, SLOTS + PART)]
+        while names and unlink_first(names[:1], self.dir_fd):
+            del names[0]
+        return sum(map(self._nbytes_of, names))
+
+    def _nbytes_of(self, name: str) -> int:
+        with contextlib.suppress(OSError):
+            return allocated_nbytes(os.stat(name, dir_fd=self.dir_fd, follow_symlinks=False))
+        return 0
 
     def tidy(self, owner: str, slot_nbytes: int) -> None:
         """Remove what a process that was killed had not finished."""

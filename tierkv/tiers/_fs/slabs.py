@@ -17,7 +17,7 @@ from typing import Final
 
 from tierkv.tiers._fs.books import Books, Held
 from tierkv.tiers._fs.catalogue import BadCatalogueError, Row, catalogue_nbytes, is_no_use
-from tierkv.tiers._fs.file_io import NO_SPACE
+from tierkv.tiers._fs.file_io import as_far_as_there_is_room
 from tierkv.tiers._fs.owners import Ownership
 from tierkv.tiers._fs.slab import Berth, Slab
 from tierkv.tiers._fs.slab_files import SlabFiles
@@ -55,6 +55,7 @@ class Slabs:
         self._n_slots = n_slots
         self._spare_nbytes = spare_nbytes
         self._slabs: dict[str, dict[int, Slab]] = {}
+        self._left: dict[tuple[str, int], int] = {}
         self._room_lock = threading.Lock()
         self._room_nbytes = 0 if slot_nbytes is None else catalogue_nbytes(n_slots)
         self._has_own_catalogue = False
@@ -162,7 +163,7 @@ class Slabs:
                 return False
             self._slabs.pop(owner, None)
         for slot_nbytes, slab in slabs.items():
-            self._files.remove(owner, slot_nbytes)
+            self._remove(owner, slot_nbytes)
             if self._is_held(owner):
                 self._uncount(slab)
         return True
@@ -292,9 +293,9 @@ class Slabs:
                 raise OSError(errno.ENOSPC, "no room but what is left to others")
             for slab in self._all_held():
                 if self._is_written(slab) and slab.is_loaded and not given:
-                    given = _grown(slab, allowed)
+                    given = as_far_as_there_is_room(slab.grow, allowed)
             if not given and allowed > 0:
-                given = _grown(self._own(), allowed)
+                given = as_far_as_there_is_room(self._own().grow, allowed)
         finally:
             self._books.add_idle((given - n) * self._slot_nbytes)
         return given > 0
@@ -304,6 +305,8 @@ class Slabs:
         assert self._slot_nbytes is not None
         slab = self._slabs.get(self._ownership.id, {}).get(self._slot_nbytes)
         if slab is None:
+            if (self._ownership.id, self._slot_nbytes) in self._left:
+                self._remove(self._ownership.id, self._slot_nbytes)  # or what is left is in the way for ever
             slab = self._files.make(self._ownership.id, self._slot_nbytes, self._n_slots)
             for _ in slab.load():
                 pass
@@ -354,7 +357,7 @@ class Slabs:
             if not is_no_use(error):
                 raise
             _log.warning("slab of owner %s cannot be used and is removed: %s", owner, str(error))
-            self._files.remove(owner, slot_nbytes)
+            self._remove(owner, slot_nbytes)
             return None
         self._add(slab)
         return slab
@@ -367,6 +370,14 @@ class Slabs:
 
     def _add(self, slab: Slab) -> None:
         self._slabs.setdefault(slab.owner, {})[slab.slot_nbytes] = slab
+        self._books.add_fixed(-self._left.pop((slab.owner, slab.slot_nbytes), 0))
+
+    def _remove(self, owner: str, slot_nbytes: int) -> None:
+        """What cannot be removed of a slab's files counts for as long as it lies there, or until it is a slab again."""
+        left_nbytes = self._files.remove(owner, slot_nbytes)
+        self._books.add_fixed(left_nbytes - self._left.pop((owner, slot_nbytes), 0))
+        if left_nbytes:
+            self._left[owner, slot_nbytes] = left_nbytes
 
     def _lose(self, slab: Slab) -> None:
         """Somebody removed a slab of ours; what was in it is gone, and what it occupied will be."""
@@ -377,16 +388,5 @@ class Slabs:
             if held is not None and held.at is not None and (held.number, held.nbytes) == (number, slab.slot_nbytes):
                 self._books.drop(key, slab.owner)
                 self._tally.add("vanished")
-        self._files.remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody
+        self._remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody
         self._uncount(slab)
-
-
-def _grown(slab: Slab, n: int) -> int:
-    """As :meth:`Slab.grow`, by less where the file system has no room for ``n``: a quota shows in no other way."""
-    while True:
-        try:
-            return slab.grow(n)
-        except OSError as error:
-            if error.errno not in NO_SPACE or n <= 1:
-                raise
-            n = max(1, n // 4)
