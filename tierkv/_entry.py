@@ -171,8 +171,8 @@ class Entry(Seat):
         """The level below, which has stored so many, has no room for it or is not ready: no fault of the chunk's."""
         self.flags = self.flags & ((1 << _TURNED_DOWN_AT) - 1) | n_stored + 1 << _TURNED_DOWN_AT
 
-    def may_go(self, n_stored: int) -> bool:
-        """Whether the level below would not take it, for good or until it has stored more than ``n_stored``."""
+    def turned_down(self, n_stored: int) -> bool:
+        """The level below would not take it: for good, or as long as it has stored no more than ``n_stored``."""
         flags = self.flags
         return flags & DEMOTE_REFUSED != 0 or flags >> _TURNED_DOWN_AT == n_stored + 1
 

@@ -376,7 +376,7 @@ class Flow(Moves):
             return None
         below = level.lower[0]
         n_stored = below.counts.stored
-        return lambda entry: entry.may_go(n_stored) or not below.writes.lets_through or level.has_below(entry.key)
+        return lambda entry: entry.turned_down(n_stored) or not below.writes.lets_through or level.has_below(entry.key)
 
 
 def _note_refusal(below: LevelBooks, source: Entry, reason: Reason) -> None:

@@ -213,7 +213,7 @@ MUTANTS = [
     Mutant(
         "an eviction under demote does not wait for the copy",
         FLOW,
-        "return lambda entry: entry.may_go(n_stored) or",
+        "return lambda entry: entry.turned_down(n_stored) or",
         "return lambda entry: True or",
     ),
     Mutant(

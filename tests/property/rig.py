@@ -273,7 +273,7 @@ class Rig:
             else:
                 assert event.reason is Reason.DEMOTE_DROPPED
                 turned_down = (lower[0].index, event.key) in self.h.turned_down
-                turned_down |= entry is None or any(map(entry.may_go, self.n_stored_since(lower[0])))
+                turned_down |= entry is None or any(map(entry.turned_down, self.n_stored_since(lower[0])))
                 refused = turned_down or not lower[0].writes.lets_through
                 assert refused, "dropped only if the level below would not take it (8)"
 
