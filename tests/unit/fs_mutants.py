@@ -286,7 +286,7 @@ MUTANTS = [
     Mutant(
         "second copies kept",
         "_fs/settle.py",
-        "                self.remove(item)\n        return fresh",
+        "                self.put_away(item)\n        return fresh",
         "                pass\n        return fresh",
         "unit/test_fs_sharing.py",
     ),

@@ -236,9 +236,9 @@ async def test_a_probe_in_the_middle_of_the_trim_wins(root: Path, monkeypatch: p
         assert mount is not None
         remove, answers = mount.settlement.remove, []
 
-        def remove_and_probe(item: Listed) -> None:
+        def remove_and_probe(item: Listed) -> bool:
             answers.extend(mount.lookups.probe([key_of(1)]) if item.key == key_of(0) else [])
-            remove(item)
+            return remove(item)
 
         monkeypatch.setattr(mount.settlement, "remove", remove_and_probe)
         gate.set()

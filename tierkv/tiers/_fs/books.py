@@ -270,6 +270,11 @@ class Books:
             self._note(key, gone_from=owner)
             return True
 
+    def disclaim(self, key: ChunkKey, owner: str) -> None:
+        """What was claimed stays after all."""
+        with self.lock:
+            self._gone.discard((key, owner))
+
     def weigh(self) -> tuple[int, set[ChunkKey]]:
         """``counted_nbytes``, and what got or lost a record since the scans under way began, as of one instant."""
         with self.lock:

@@ -50,8 +50,10 @@ def _shrink_slab(namespace_fd: int, leaver: Leaver, nbytes: int) -> Leaver | Non
             left_nbytes = 0
     if 0 < left_nbytes < leaver.nbytes:
         return leaver._replace(nbytes=left_nbytes)
-    files.remove(name.owner, name.slot_nbytes)
-    return None
+    left = files.remove(name.owner, name.slot_nbytes)
+    if left is None:
+        return None
+    return leaver if left >= leaver.nbytes else leaver._replace(nbytes=left)
 
 
 def _shrink(slab: Slab, nbytes: int) -> int:

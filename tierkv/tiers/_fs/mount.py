@@ -221,10 +221,9 @@ class Mount:
         try:
             discard_part(self._root_fd, self._ownership.id)
             owns_files = self._owns_files()
-            for owner in self._ownership.held_ids():
-                if not owns_files(owner):
-                    self._slabs.retire(owner)
-            self._ownership.leave(owns_files)
+            held = self._ownership.held_ids()
+            kept = {owner for owner in held if owns_files(owner) or not self._slabs.retire(owner)}
+            self._ownership.leave(kept.__contains__)
         finally:
             self._slabs.close()
             os.close(self._namespace_fd)
@@ -280,6 +279,7 @@ class Mount:
             try:
                 self.beat()
                 self._leftovers.retry()
+                self._slabs.retry()
                 self.operations.retry()
                 failed = False
             except (OSError, TierError) as error:

@@ -202,7 +202,7 @@ class Scanner:
         if other is not item:
             item, worse = (item, other) if item.order >= other.order else (other, item)
             found[item.key] = item
-            self._settlement.remove(worse)
+            self._settlement.put_away(worse)
 
     def _list_files(self, lister: Lister, indexes: list[Index], owners: list[str], hints: Hints) -> list[Listed]:
         trusts_any = bool(indexes) and set(owners) <= {owner for index in indexes for owner in index.covers}

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Set as AbstractSet
 from typing import cast
 
+from tierkv._faults import Faults
 from tierkv.tiers._fs.books import Books, Held, Leaver
 from tierkv.tiers._fs.feed import BATCH, Feed, Listed
 from tierkv.tiers._fs.file_io import Tally
@@ -52,6 +53,8 @@ class Settlement:
         self._leftovers = leftovers
         self._tally = tally
         self._index_room_nbytes = index_room_nbytes
+        self._faults = Faults(_log)
+        self._second_copies: set[tuple[str, int, int | None]] = set()
 
     def limit_nbytes(self) -> int:
         """What ours may occupy; before the first scan has ended our own reservation says nothing yet."""
@@ -78,8 +81,8 @@ class Settlement:
                 other_nbytes[owner] += nbytes
                 with_files.add(owner)
         for owner in trusted:
-            if owner not in with_files:
-                self._slabs.retire(owner)
+            if owner not in with_files and not self._slabs.retire(owner):
+                with_files.add(owner)  # what stays of it is to be counted by somebody
         if trusted:
             self._ownership.hand_back({owner: other_nbytes[owner] for owner in with_files})
         for owner in trusted:
@@ -109,14 +112,25 @@ class Settlement:
             staying += (item for item, is_there in zip(batch, added, strict=True) if is_there)
         self._feed.put(staying)
 
-    def remove(self, item: Listed) -> None:
+    def remove(self, item: Listed) -> bool:
+        """False if it stays a chunk: its slot's row cannot be cleared. A file that stays is none, and counts."""
         try:
             held = Held(0, item.nbytes, item.at)  # the number is of the owner, who is told beside it
             self._store.remove(item.key, item.owner, held, keep_slot=False)
         except OSError as error:
-            _log.warning("%s: cannot remove a chunk file to make room: %s", self._name, error)
+            self._faults.tell(f"{self._name}: cannot remove a chunk to make room", error)
+            if item.at is not None:
+                return False
             name = file_name(item.key, item.owner)
             self._leftovers.add(leaf_of(item.key), name, (name,), item.nbytes)
+        return True
+
+    def put_away(self, item: Listed) -> None:
+        """Remove a second copy of a key. Where it stays it counts, until a restart finds it again."""
+        which = (item.owner, item.nbytes, item.at)
+        if not self.remove(item) and which not in self._second_copies:
+            self._second_copies.add(which)
+            self._books.add_fixed(item.nbytes)
 
     def _weigh(self, listed: list[Listed]) -> tuple[list[Listed], int]:
         """What of a list the books do not count, and what they count in bytes, both as of one instant.
@@ -141,7 +155,7 @@ class Settlement:
             if held is None and not self._books.is_gone(item.key, item.owner):
                 fresh.append(item)  # what was removed is another owner's copy
             elif held is not None and (held.number, held.at) != (number, item.at):
-                self.remove(item)
+                self.put_away(item)
         return fresh
 
     def _excess(
@@ -168,11 +182,12 @@ class Settlement:
         staying = []
         for item in listed:
             if excess > 0 and self._books.claim(item.key, item.owner):
-                self.remove(item)
-                self._tally.add("trimmed")
-                excess -= item.nbytes
-            else:
-                staying.append(item)
+                if self.remove(item):
+                    self._tally.add("trimmed")
+                    excess -= item.nbytes
+                    continue
+                self._books.disclaim(item.key, item.owner)
+            staying.append(item)
         return staying, excess
 
     def _trim_leavers(self, leavers: list[Leaver], excess: int) -> tuple[list[Leaver], int]:

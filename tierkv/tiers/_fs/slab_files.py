@@ -111,15 +111,15 @@ class SlabFiles:
             with contextlib.suppress(FileNotFoundError):
                 os.rename(old, new, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd)
 
-    def remove(self, owner: str, slot_nbytes: int) -> int:
-        """What is left of it in bytes: all from the first file on that could not be removed.
+    def remove(self, owner: str, slot_nbytes: int) -> int | None:
+        """What is left of it in bytes: all from the first file on that could not be removed. None if nothing is.
 
         The slots go first: of them alone ``mend`` would bring back what was evicted, if a kill came in between.
         """
         names = [slab_name(owner, slot_nbytes, kind) for kind in (SLAB, SLOTS, SLOTS + PART)]
         while names and unlink_first(names[:1], self.dir_fd):
             del names[0]
-        return sum(map(self._nbytes_of, names))
+        return sum(map(self._nbytes_of, names)) if names else None
 
     def _nbytes_of(self, name: str) -> int:
         with contextlib.suppress(OSError):

@@ -19,6 +19,7 @@ from tierkv.tiers._fs.books import Books, Held
 from tierkv.tiers._fs.catalogue import BadCatalogueError, Row, catalogue_nbytes, is_no_use
 from tierkv.tiers._fs.file_io import as_far_as_there_is_room
 from tierkv.tiers._fs.owners import Ownership
+from tierkv.tiers._fs.remains import Remains
 from tierkv.tiers._fs.slab import Berth, Slab
 from tierkv.tiers._fs.slab_files import SlabFiles
 from tierkv.types import ChunkKey
@@ -55,7 +56,7 @@ class Slabs:
         self._n_slots = n_slots
         self._spare_nbytes = spare_nbytes
         self._slabs: dict[str, dict[int, Slab]] = {}
-        self._left: dict[tuple[str, int], int] = {}
+        self._remains = Remains(files, books)
         self._room_lock = threading.Lock()
         self._room_nbytes = 0 if slot_nbytes is None else catalogue_nbytes(n_slots)
         self._has_own_catalogue = False
@@ -72,11 +73,12 @@ class Slabs:
         for owner, slabs in list(self._slabs.items()):
             for slot_nbytes, slab in list(slabs.items()):
                 if not slab.is_linked:
-                    del slabs[slot_nbytes]
-                    if self._is_held(owner) and slab.is_loaded:  # else a scan may be mending it
-                        self._lose(slab)
+                    with self._room_lock:  # or one that is made meanwhile would be taken for its remains
+                        del slabs[slot_nbytes]
+                        if self._is_held(owner) and slab.is_loaded:  # else a scan may be mending it
+                            self._lose(slab)
         for owner, slot_nbytes in self._files.listed():
-            if slot_nbytes not in self._slabs.get(owner, ()):
+            if slot_nbytes not in self._slabs.get(owner, ()) and (owner, slot_nbytes) not in self._remains:
                 self._open_to_read(owner, slot_nbytes)
 
     def owners(self) -> set[str]:
@@ -144,7 +146,8 @@ class Slabs:
     def besides_nbytes(self, owner: str) -> int:
         """What the slabs of a dead owner that is not ours occupy besides chunks."""
         slabs = self._slabs.get(owner, {}).values()
-        return sum(slab.catalogue.nbytes + slab.n_idle * slab.slot_nbytes for slab in slabs)
+        slabs_nbytes: int = sum(slab.catalogue.nbytes + slab.n_idle * slab.slot_nbytes for slab in slabs)
+        return slabs_nbytes + sum(self._remains.of(owner).values())
 
     def give_back_idle(self, owner: str) -> None:
         """A dead owner's idle slots. Raises OSError."""
@@ -152,21 +155,27 @@ class Slabs:
             slab.give_back(slab.n_slots)
 
     def forget(self, owner: str) -> None:
-        """It is somebody else's to change from now on: open anew what is needed of it."""
+        """It is somebody else's to change, and to count, from now on: open anew what is needed of it."""
         self._slabs.pop(owner, None)
+        self._remains.forget(owner)
 
     def retire(self, owner: str) -> bool:
-        """Remove the slabs of an owner none of whose chunks are left; False if one is being written."""
+        """Remove the slabs of an owner none of whose chunks are left; False if one is being written, or stays."""
         with self._room_lock:
             slabs = self._slabs.get(owner, {})
             if any(slab.n_taken for slab in slabs.values()):
                 return False
             self._slabs.pop(owner, None)
-        for slot_nbytes, slab in slabs.items():
-            self._remove(owner, slot_nbytes)
-            if self._is_held(owner):
-                self._uncount(slab)
-        return True
+        for slot_nbytes in {*slabs, *self._remains.of(owner)}:
+            self._remains.remove(owner, slot_nbytes)
+            if slot_nbytes in slabs and self._is_held(owner):
+                self._uncount(slabs[slot_nbytes])
+        return not self._remains.of(owner)
+
+    def retry(self) -> None:
+        """Try again to remove what was given up and could not be."""
+        with self._room_lock:
+            self._remains.retry()
 
     def close(self) -> None:
         """Let go of every file. Nothing is under way any more."""
@@ -305,9 +314,15 @@ class Slabs:
         assert self._slot_nbytes is not None
         slab = self._slabs.get(self._ownership.id, {}).get(self._slot_nbytes)
         if slab is None:
-            if (self._ownership.id, self._slot_nbytes) in self._left:
-                self._remove(self._ownership.id, self._slot_nbytes)  # or what is left is in the way for ever
-            slab = self._files.make(self._ownership.id, self._slot_nbytes, self._n_slots)
+            which = (self._ownership.id, self._slot_nbytes)
+            if which in self._remains:
+                self._remains.remove(*which)  # or what is left is in the way for ever
+            try:
+                slab = self._files.make(*which, self._n_slots)
+            except OSError as error:
+                if error.errno != errno.EEXIST:
+                    self._remains.remove(*which)  # what it had made and could not remove is known from now on
+                raise
             for _ in slab.load():
                 pass
             self._has_own_catalogue = True
@@ -357,7 +372,7 @@ class Slabs:
             if not is_no_use(error):
                 raise
             _log.warning("slab of owner %s cannot be used and is removed: %s", owner, str(error))
-            self._remove(owner, slot_nbytes)
+            self._remains.remove(owner, slot_nbytes)
             return None
         self._add(slab)
         return slab
@@ -370,14 +385,7 @@ class Slabs:
 
     def _add(self, slab: Slab) -> None:
         self._slabs.setdefault(slab.owner, {})[slab.slot_nbytes] = slab
-        self._books.add_fixed(-self._left.pop((slab.owner, slab.slot_nbytes), 0))
-
-    def _remove(self, owner: str, slot_nbytes: int) -> None:
-        """What cannot be removed of a slab's files counts for as long as it lies there, or until it is a slab again."""
-        left_nbytes = self._files.remove(owner, slot_nbytes)
-        self._books.add_fixed(left_nbytes - self._left.pop((owner, slot_nbytes), 0))
-        if left_nbytes:
-            self._left[owner, slot_nbytes] = left_nbytes
+        self._remains.forget(slab.owner, slab.slot_nbytes)
 
     def _lose(self, slab: Slab) -> None:
         """Somebody removed a slab of ours; what was in it is gone, and what it occupied will be."""
@@ -388,5 +396,5 @@ class Slabs:
             if held is not None and held.at is not None and (held.number, held.nbytes) == (number, slab.slot_nbytes):
                 self._books.drop(key, slab.owner)
                 self._tally.add("vanished")
-        self._remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody
+        self._remains.remove(slab.owner, slab.slot_nbytes)  # half of a pair would be in the way, and counted by nobody
         self._uncount(slab)
