@@ -430,6 +430,19 @@ async def test_wipe_of_one_namespace(root: Path, capsys: Capture) -> None:
     assert "not of none that is there" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options", [["--namespace", "", "--yes"], ["--yes", "--namespace="], ["--namespace=", "--dry-run"]]
+)
+async def test_an_empty_namespace_is_not_the_whole_root(root: Path, capsys: Capture, options: list[str]) -> None:
+    """A script's variable that nobody has set: refused in a sentence, and nothing leaves."""
+    await dead(root, 1, 2)
+    before = files_under(root)
+    assert main(["wipe", str(root), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "tierkv wipe: --namespace is '', but must be 1 to 32 hexadecimal digits\n"
+    assert not captured.out and files_under(root) == before
+
+
 async def test_an_engine_that_starts_ends_a_wipe(root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was free when the question was asked: what has not been removed until somebody came is his."""
     await dead(root, 1, 2)
@@ -571,7 +584,7 @@ async def test_links_are_not_followed_out_of_the_root(
         (["gc", ".", "--unread-for", "12 hours"], "--unread-for is '12 hours', but must be "),
         (["gc", ".", "--unread-for", "12 hours"], "; nearest valid value: 12h"),
         (["gc", ".", "--capacity", "-1"], "--capacity is '-1', but must be"),
-        (["wipe", ".", "--namespace", "xyz"], "--namespace is 'xyz', but must be up to 32 hexadecimal digits"),
+        (["wipe", ".", "--namespace", "xyz"], "--namespace is 'xyz', but must be 1 to 32 hexadecimal digits"),
     ],
 )  # fmt: skip
 def test_a_wrong_setting_is_one_sentence(

@@ -95,9 +95,15 @@ def _refuse_unknown_owner(root: Root, prefix: str) -> None:
 
 
 def digits(option: str, text: str | None, length: int) -> str:
-    digits = "" if text is None else text.lower()
-    if len(digits) > length or digits.strip("0123456789abcdef"):
-        raise bad_setting(option, text, f"up to {length} hexadecimal digits")
+    """What names are to begin with; empty without the option.
+
+    An empty text is refused: in a script that is a variable that nobody has set, not a wish for all there is.
+    """
+    if text is None:
+        return ""
+    digits = text.lower()
+    if not 0 < len(digits) <= length or digits.strip("0123456789abcdef"):
+        raise bad_setting(option, text, f"1 to {length} hexadecimal digits")
     return digits
 
 

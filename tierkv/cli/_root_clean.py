@@ -169,8 +169,9 @@ def run_wipe(arguments: argparse.Namespace) -> int:
     """Print what left; 1 if somebody uses it, it was not wanted after all, or something could not be removed."""
     from tierkv.tiers._fs.sweep import Census, orphans_of  # noqa: PLC0415 - needs the extra fs
 
+    prefix = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     with _opened(arguments) as root:
-        namespace = _one_namespace(root, digits("--namespace", arguments.namespace, NAMESPACE_LENGTH))
+        namespace = _one_namespace(root, prefix) if prefix else None
         there, by_owner = _survey(root, namespace)
         orphans = orphans_of(root, by_owner)
         before = root.owners()
@@ -219,10 +220,7 @@ def _wipe(
     return tale
 
 
-def _one_namespace(root: Root, prefix: str) -> str | None:
-    """The one namespace that is meant; None for all of them."""
-    if not prefix:
-        return None
+def _one_namespace(root: Root, prefix: str) -> str:
     names = sorted(name for name in root.namespaces() if name.startswith(prefix))
     if len(names) != 1:
         which = f"several: {', '.join(names)}" if names else "none that is there; tierkv du lists them"
