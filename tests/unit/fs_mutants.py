@@ -522,6 +522,13 @@ MUTANTS = [
         "unit/test_fs_reserved.py",
     ),
     Mutant(
+        "what a scan has yet to count is no part of the share",
+        "_fs/owners.py",
+        "self._books.used_nbytes + self._spare_nbytes()",
+        "self._books.counted_nbytes + self._spare_nbytes()",
+        "unit/test_fs_scarce.py",
+    ),
+    Mutant(
         "index of an owner without a page",
         "_fs/mount.py",
         "if not self._ownership.has_page or ",

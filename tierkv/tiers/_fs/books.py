@@ -177,7 +177,7 @@ class Books:
     def grow_by_at_most(self, nbytes: int) -> None:
         """The file system gives us no more than this beyond what we hold, until the limit is decided anew."""
         with self.lock:
-            self.limit_nbytes = min(self.limit_nbytes, self.counted_nbytes + nbytes)
+            self.limit_nbytes = min(self.limit_nbytes, self.used_nbytes + nbytes)
 
     def abort_write(self, nbytes: int) -> None:
         """The unfinished file is gone, or its slot idle again; or an earlier copy that ``end_write`` returned."""

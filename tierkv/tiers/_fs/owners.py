@@ -350,7 +350,7 @@ class Ownership:
         self._pages.say(limit)
         if self.has_page:
             with self._books.lock:
-                self._books.limit_nbytes = max(0, min(limit, self._books.counted_nbytes + self._spare_nbytes()))
+                self._books.limit_nbytes = max(0, min(limit, self._books.used_nbytes + self._spare_nbytes()))
 
     def _close_untaken(self, others: Iterable[Other]) -> None:
         kept = {*(fd for _, fd in self._pages), *(o.fd for o in self._trust.values())}
