@@ -63,7 +63,7 @@ class Wishes:
             return default_min_free_nbytes(found)
         disk_nbytes = found.f_blocks * found.f_frsize  # 0 where a file system does not tell
         least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=self.layout == "slab")
-        if disk_nbytes and self.min_free_nbytes > disk_nbytes - least:
+        if self.min_free_nbytes > disk_nbytes - least >= 0:  # on a smaller disk it is the root that is wrong
             allowed = f"less than the {disk_nbytes} bytes of the file system by the {least} of one chunk"
             raise bad_setting(f"{name}.min_free", self.min_free_nbytes, allowed, max(0, disk_nbytes - least))
         return self.min_free_nbytes
