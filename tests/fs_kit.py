@@ -347,6 +347,17 @@ def _size(path: str) -> int:
     return -(-nbytes // PAGE) * PAGE if stat.S_ISREG(found.st_mode) else 0
 
 
+def charged(tier: FSTier) -> int:
+    """What the books count, which is never less than what lies on the disk."""
+    return tier.usage()["used_nbytes"]
+
+
+def without_keeper(tier: FSTier) -> None:
+    """Nobody looks after the root but the test."""
+    _mount(tier)._stop.set()
+    _mount(tier)._keeper.join()
+
+
 def _mount(tier: FSTier) -> Any:
     assert tier._mount is not None
     return tier._mount

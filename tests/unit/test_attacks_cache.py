@@ -218,6 +218,14 @@ async def test_a_key_that_comes_twice_is_leased_and_loaded_twice() -> None:
         assert cache.statistics()["primary"].n_pinned == 0
 
 
+async def closed_in_time(cache: TieredCache) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        async with cache:
+            await store(cache, prompt(0))
+            assert await cache.wait_idle(PATIENCE_S)
+            await cache.aclose(0.1)
+
+
 async def test_a_tier_that_does_not_close_is_left_to_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,11 +237,7 @@ async def test_a_tier_that_does_not_close_is_left_to_itself(
             await asyncio.Event().wait()
 
     lower = MemoryTier(name="lower")
-    cache = cache_of(Stuck(name="stuck"), lower)
-    async with asyncio.timeout(PATIENCE_S):
-        async with cache:
-            await store(cache, prompt(0))
-            await cache.aclose(0.1)
+    await closed_in_time(cache_of(Stuck(name="stuck"), lower))
     assert "stuck: not closed" in caplog.text
     with pytest.raises(tierkv.ClosedError):
         await lower.contains([])
@@ -251,15 +255,11 @@ async def test_a_tier_that_does_not_save_its_order_is_closed_all_the_same(
 ) -> None:
     """A disk that dies while recency is written down held the whole close up, and every tier behind it."""
     monkeypatch.setattr(tierkv.cache, "_TIER_CLOSE_S", 0.1)
-    cache = cache_of(Forgetful(name="stuck"))
-    async with asyncio.timeout(PATIENCE_S):
-        async with cache:
-            await store(cache, prompt(0))
-            assert await cache.wait_idle(PATIENCE_S)
-            await cache.aclose(0.1)
+    tier = Forgetful(name="stuck")
+    await closed_in_time(cache_of(tier))
     assert "stuck: order not saved" in caplog.text
     with pytest.raises(tierkv.ClosedError):
-        await cache._levels[1].tier.contains([])
+        await tier.contains([])
 
 
 class Talkative(Persistent):
@@ -281,12 +281,7 @@ async def test_a_scan_that_does_not_end_is_left_to_itself(
     monkeypatch.setattr("tierkv._driver._LEAST_S", 0.1)
     tier = Talkative(name="talkative")
     tier.over = asyncio.Event()
-    cache = cache_of(tier)
-    async with asyncio.timeout(PATIENCE_S):
-        async with cache:
-            await store(cache, prompt(0))
-            assert await cache.wait_idle(PATIENCE_S)
-            await cache.aclose(0.1)
+    await closed_in_time(cache_of(tier))
     assert "left to themselves: 1" in caplog.text
     with pytest.raises(tierkv.ClosedError):
         await tier.contains([])

@@ -9,6 +9,7 @@ from tests.faults import Faults, in_child
 from tests.fs_kit import (
     NAMESPACE,
     capacity_for,
+    charged,
     chunk_of,
     context,
     fetch,
@@ -18,22 +19,11 @@ from tests.fs_kit import (
     scanned,
     store,
     using,
+    without_keeper,
     write,
 )
 from tierkv.tiers._fs.format import namespace_digest
-from tierkv.tiers.fs import FSTier
 from tierkv.types import Status
-
-
-def _charged(tier: FSTier) -> int:
-    return tier.usage()["used_nbytes"]
-
-
-def _without_keeper(tier: FSTier) -> None:
-    """Nobody tries again but the test."""
-    assert tier._mount is not None
-    tier._mount._stop.set()
-    tier._mount._keeper.join()
 
 
 async def _leaving_slab_that_stays(faults: Faults, root: str) -> None:
@@ -41,16 +31,16 @@ async def _leaving_slab_that_stays(faults: Faults, root: str) -> None:
         async with opened(root, 6) as tier:
             await store(tier, *map(chunk_of, range(6)))
         async with opened(root, 6, ctx=context(namespace=b"another")) as tier:
-            _without_keeper(tier)
+            without_keeper(tier)
             rule = faults.add("unlink", path=f"{root}/", error=errno.EIO)
             for i in range(20):
                 await write(tier, chunk_of(i))
-                assert recount(root) <= _charged(tier) <= capacity_for(6), i
+                assert recount(root) <= charged(tier) <= capacity_for(6), i
             rule.remove()
             for i in range(20):
                 await write(tier, chunk_of(i))
             assert not list(Path(root, namespace_digest(NAMESPACE).hex()).glob("*.sl*"))
-            assert recount(root) <= _charged(tier) <= capacity_for(6)
+            assert recount(root) <= charged(tier) <= capacity_for(6)
 
 
 def test_a_slab_of_another_namespace_that_cannot_be_removed_stays_charged(tmp_path: Path) -> None:
@@ -61,18 +51,18 @@ def test_a_slab_of_another_namespace_that_cannot_be_removed_stays_charged(tmp_pa
 async def _not_made(faults: Faults, root: str) -> None:
     with using("slab"):
         async with opened(root, 6) as tier:
-            _without_keeper(tier)
+            without_keeper(tier)
             rules = [
                 faults.add("size", "write", path=".slots", error=errno.EIO),
                 faults.add("unlink", path=f"{root}/", error=errno.EIO),
             ]
             assert (await write(tier, chunk_of(0)))[0].status is Status.FAILED
-            assert recount(root) <= _charged(tier)
+            assert recount(root) <= charged(tier)
             for rule in rules:
                 rule.remove()
             await store(tier, *map(chunk_of, range(6)))
             assert await fetch(tier, *map(chunk_of, range(6))) == [Status.OK] * 6
-            assert recount(root) <= _charged(tier) <= capacity_for(6)
+            assert recount(root) <= charged(tier) <= capacity_for(6)
 
 
 def test_a_slab_that_could_not_be_made_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
@@ -88,16 +78,16 @@ async def _trim_fails(faults: Faults, root: str) -> None:
         rule = faults.add("write", path=".slots", error=errno.EIO)
         async with opened(root, 8, capacity=capacity_for(6)) as tier:
             assert tier._mount is not None
-            assert recount(root) <= _charged(tier)
+            assert recount(root) <= charged(tier)
             tier._mount._leftovers.retry()
-            assert recount(root) <= _charged(tier)
+            assert recount(root) <= charged(tier)
             assert await fetch(tier, *map(chunk_of, range(8))) == [Status.OK] * 8, "it is a good chunk still"
             rule.remove()
             await tier.delete([chunk_of(i).key for i in range(4)])
             tier._mount.beat()
-            assert recount(root) <= _charged(tier) <= capacity_for(6)
+            assert recount(root) <= charged(tier) <= capacity_for(6)
             await store(tier, chunk_of(0))
-            assert recount(root) <= _charged(tier) <= capacity_for(6)
+            assert recount(root) <= charged(tier) <= capacity_for(6)
 
 
 def test_a_slot_that_a_scan_cannot_free_stays_a_chunk(tmp_path: Path) -> None:
@@ -116,7 +106,7 @@ async def _adopted_slab_stays(faults: Faults, root: str) -> None:
             second._mount.beat()
             await store(second, chunk_of(0))
             kill(first)
-            _without_keeper(second)
+            without_keeper(second)
             rule = faults.add("unlink", path=".sl", error=errno.EIO)
             second._mount.beat()
             now[0] += 61.0
@@ -124,13 +114,13 @@ async def _adopted_slab_stays(faults: Faults, root: str) -> None:
             await scanned(second)
             assert second.counters()["adopted_owners"] == 1
             assert len(list(Path(root).rglob("*.slab"))) == 2
-            assert recount(root) <= _charged(second)
+            assert recount(root) <= charged(second)
             rule.remove()
             second._mount._slabs.retry()
             second._mount.beat()
             assert len(list(Path(root).rglob("*.slab"))) == 1
             await store(second, *map(chunk_of, range(1, 11)))
-            assert recount(root) <= _charged(second) <= capacity_for(12)
+            assert recount(root) <= charged(second) <= capacity_for(12)
 
 
 def test_an_adopted_slab_that_cannot_be_removed_goes_when_it_can(tmp_path: Path) -> None:
@@ -142,7 +132,7 @@ async def _left_at_a_close(faults: Faults, root: str) -> None:
     with using("slab"):
         async with opened(root, 12) as second:
             assert second._mount is not None
-            _without_keeper(second)
+            without_keeper(second)
             async with opened(root, 12) as first:
                 assert first._mount is not None
                 second._mount.beat()

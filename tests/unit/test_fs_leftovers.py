@@ -12,6 +12,7 @@ from tests.fs_kit import (
     NAMESPACE,
     OVERHEAD,
     capacity_for,
+    charged,
     chunk_of,
     context,
     fetch,
@@ -22,6 +23,7 @@ from tests.fs_kit import (
     recount,
     store,
     using,
+    without_keeper,
     write,
 )
 from tierkv.tiers._fs.format import namespace_digest
@@ -34,32 +36,21 @@ def _leftovers(tier: FSTier) -> int:
     return len(tier._mount._leftovers)
 
 
-def _without_keeper(tier: FSTier) -> None:
-    """Nobody tries again but the test."""
-    assert tier._mount is not None
-    tier._mount._stop.set()
-    tier._mount._keeper.join()
-
-
 def _retry(tier: FSTier) -> None:
     """What the tier's keeper does every second."""
     assert tier._mount is not None
     tier._mount._leftovers.retry()
 
 
-def _charged(tier: FSTier) -> int:
-    return tier.usage()["used_nbytes"]
-
-
 async def _half_written(faults: Faults, root: str) -> None:
     async with opened(root, 6) as tier:
-        _without_keeper(tier)
-        before = _charged(tier)
+        without_keeper(tier)
+        before = charged(tier)
         rules = [faults.add(call, path=f"{root}/", error=errno.EROFS) for call in ("write", "rename", "unlink")]
         outcomes = await write(tier, *(chunk_of(i) for i in range(3)))
         assert [outcome.status for outcome in outcomes] == [Status.FAILED] * 3
         assert len(litter(root)) == _leftovers(tier) == 3
-        assert _charged(tier) == before + 3 * (capacity_for(1) - OVERHEAD), "as much as the whole files would take"
+        assert charged(tier) == before + 3 * (capacity_for(1) - OVERHEAD), "as much as the whole files would take"
         _retry(tier)
         assert len(litter(root)) == _leftovers(tier) == 3, "the disk is no better"
         assert (await write(tier, chunk_of(0)))[0].status is Status.FAILED, "what lies in the way stays in the way"
@@ -82,7 +73,7 @@ def test_what_a_failed_write_leaves_is_charged_until_it_is_gone(tmp_path: Path) 
 
 async def _renamed_after_all(faults: Faults, root: str) -> None:
     async with opened(root, 6) as tier:
-        _without_keeper(tier)
+        without_keeper(tier)
         rename = faults.add("rename", path=f"{root}/", error=errno.EIO, after=True)
         unlink = faults.add("unlink", path=f"{root}/", error=errno.EIO)
         assert (await write(tier, chunk_of(0)))[0].status is Status.FAILED
@@ -108,10 +99,10 @@ async def _full_of_leavers(faults: Faults, root: str) -> None:
         rule = faults.add("unlink", path=f"{root}/", error=errno.EROFS)
         (outcome,) = await write(tier, chunk_of(9))
         assert (outcome.status, outcome.reason) == (Status.REFUSED, Reason.FULL), "nobody leaves, so nobody enters"
-        assert recount(root) <= _charged(tier) <= capacity_for(6)
+        assert recount(root) <= charged(tier) <= capacity_for(6)
         rule.remove()
         await store(tier, chunk_of(9))
-        assert recount(root) <= _charged(tier) <= capacity_for(6)
+        assert recount(root) <= charged(tier) <= capacity_for(6)
 
 
 def test_files_of_another_namespace_that_cannot_be_removed_stay_charged(tmp_path: Path) -> None:
@@ -126,22 +117,22 @@ def _cut(path: Path) -> None:
 
 async def _probe_cannot_remove(faults: Faults, root: str) -> None:
     async with opened(root, 6) as tier:
-        _without_keeper(tier)
+        without_keeper(tier)
         await store(tier, chunk_of(0), chunk_of(1))
-        before = _charged(tier)
+        before = charged(tier)
         cut = path_of(root, chunk_of(0).key, tier)
         _cut(cut)
         for error in (errno.EACCES, errno.EROFS, errno.EIO):
             rule = faults.add("unlink", path=f"{root}/", error=error)
             assert await tier.contains([chunk_of(0).key]) == [False], "it is no chunk"
             assert await tier.contains([chunk_of(0).key]) == [False]
-            assert cut.exists() and recount(root) <= _charged(tier) < before, os.strerror(error)
+            assert cut.exists() and recount(root) <= charged(tier) < before, os.strerror(error)
             _retry(tier)
-            assert recount(root) <= _charged(tier), "the disk is no better"
+            assert recount(root) <= charged(tier), "the disk is no better"
             rule.remove()
         _retry(tier)
         assert not cut.exists() and not _leftovers(tier)
-        assert _charged(tier) == before - (capacity_for(1) - OVERHEAD), "nothing stays charged"
+        assert charged(tier) == before - (capacity_for(1) - OVERHEAD), "nothing stays charged"
         await store(tier, chunk_of(0), *(chunk_of(i) for i in range(2, 6)))
         assert await fetch(tier, *(chunk_of(i) for i in range(6))) == [Status.OK] * 6
 
@@ -153,7 +144,7 @@ def test_what_a_probe_finds_damaged_and_cannot_remove_stays_charged(tmp_path: Pa
 
 async def _damaged_and_written_anew(faults: Faults, root: str) -> None:
     async with opened(root, 6) as tier:
-        _without_keeper(tier)
+        without_keeper(tier)
         await store(tier, chunk_of(0))
         path = path_of(root, chunk_of(0).key, tier)
         whole = path.read_bytes()
@@ -184,9 +175,9 @@ async def _scan_cannot_remove(faults: Faults, root: str) -> None:
     paths[2].rename(elsewhere / paths[2].name)
     rule = faults.add("unlink", path=f"{root}/{namespace_digest(NAMESPACE).hex()}/", error=errno.EIO)
     async with opened(root, 8) as tier:
-        _without_keeper(tier)
+        without_keeper(tier)
         assert _leftovers(tier) == 3
-        assert recount(root) <= _charged(tier), "what a scan cannot remove counts"
+        assert recount(root) <= charged(tier), "what a scan cannot remove counts"
         assert (await write(tier, chunk_of(1)))[0].status is Status.FAILED, "what lies in the way stays in the way"
         rule.remove()
         _retry(tier)
@@ -206,7 +197,7 @@ async def _scan_of_another_namespace(faults: Faults, root: str) -> None:
         _cut(path_of(root, chunk_of(0).key, tier))
     rule = faults.add("unlink", path=f"{root}/{namespace_digest(NAMESPACE).hex()}/", error=errno.EIO)
     async with opened(root, 6, ctx=context(namespace=b"another")) as tier:
-        assert recount(root) <= _charged(tier), "what a scan cannot remove counts"
+        assert recount(root) <= charged(tier), "what a scan cannot remove counts"
         rule.remove()
         await store(tier, *map(chunk_of, range(6)))
         assert recount(root) <= capacity_for(6) and not chunk_files(root / Path(namespace_digest(NAMESPACE).hex()))
@@ -220,7 +211,7 @@ def test_what_cannot_be_removed_of_another_namespace_counts_and_leaves_first(tmp
 async def _half_a_slab_that_stays(faults: Faults, root: str) -> None:
     with using("slab"):
         async with opened(root, 6) as tier:
-            _without_keeper(tier)
+            without_keeper(tier)
             assert tier._mount is not None
             await store(tier, *map(chunk_of, range(3)))
             (catalogue,) = Path(root).rglob("*.slots")
@@ -228,13 +219,13 @@ async def _half_a_slab_that_stays(faults: Faults, root: str) -> None:
             rule = faults.add("unlink", path=f"{root}/", error=errno.EIO)
             for _ in range(2):
                 tier._mount.beat()
-                assert recount(root) <= _charged(tier), "what stays of it counts"
+                assert recount(root) <= charged(tier), "what stays of it counts"
             assert (await write(tier, chunk_of(0)))[0].status is not Status.OK, "what lies in the way stays in the way"
-            assert recount(root) <= _charged(tier)
+            assert recount(root) <= charged(tier)
             rule.remove()
             await store(tier, *map(chunk_of, range(6)))
             assert await fetch(tier, *map(chunk_of, range(6))) == [Status.OK] * 6, "nothing stays charged"
-            assert recount(root) <= _charged(tier) <= capacity_for(6)
+            assert recount(root) <= charged(tier) <= capacity_for(6)
             tier._mount.books.check()
 
 
