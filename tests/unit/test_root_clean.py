@@ -199,6 +199,34 @@ async def test_gc_trims_to_a_capacity_from_the_coldest(root: Path, capsys: Captu
     assert recount(root) == keep_nbytes - 1 and counts["left_over_nbytes"] == 0
 
 
+async def test_nothing_is_left_over_where_nothing_is_left(root: Path, capsys: Capture) -> None:
+    """The lock files of the dead go as well: none of it is over a capacity of 0, and a dry run says as much."""
+    await dead(root, 1, 2)
+    for options, verb in (["--dry-run"], "would remove"), ([], "removed"):
+        assert list(root.glob("owner-*"))
+        assert main(["gc", str(root), "--capacity", "0", *options]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(verb) and last.endswith(", and the lock files of 1 owner that left nothing")
+    assert not list(root.glob("owner-*"))
+    assert gc(root, capsys, "--capacity", "0")[1]["left_over_nbytes"] == 0
+
+
+async def test_what_is_left_over_is_not_laid_at_the_door_of_nobody(
+    root: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be removed is over the capacity with nobody alive; a living engine's own beside it is its."""
+    await dead(root, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(_fs_sweep, "unlink", lambda *_: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+        assert main(["gc", str(root), "--capacity", "0"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" over --capacity: not all of it could be removed")
+    tier = await alive(root)
+    await store(tier, chunk_of(2))
+    assert main(["gc", str(root), "--capacity", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" over --capacity: living engines own the rest")
+    await tier.aclose()
+
+
 async def test_a_trim_begins_with_what_no_living_engine_reads(root: Path, capsys: Capture) -> None:
     """Newer than the rest, and yet first to leave; with nobody alive it would be the last."""
     tier = await alive(root)

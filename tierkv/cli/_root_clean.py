@@ -158,7 +158,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
     ended = f", and the lock files of {counted(garbage.n_ended, 'owner')} that left nothing" if garbage.n_ended else ""
     print(tale.sum() + ended)
     if garbage.left_over_nbytes:
-        print(f"still {format_size(garbage.left_over_nbytes)} over --capacity: living engines own the rest")
+        because = "living engines own the rest" if garbage.has_living else "not all of it could be removed"
+        print(f"still {format_size(garbage.left_over_nbytes)} over --capacity: {because}")
     return int(tale.n_stay > 0)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from tierkv.tiers._fs.catalogue import SLAB, SLOTS
 from tierkv.tiers._fs.found import Found, Kind
 from tierkv.tiers._fs.inspection import Root
-from tierkv.tiers._fs.sweep import Broom, Census, Fate, Swept, orphans_of, settle
+from tierkv.tiers._fs.sweep import Broom, Census, Fate, Swept, ending, orphans_of, settle
 
 UNREAD: Final = "unread"
 OVER: Final = "over capacity"
@@ -65,7 +65,7 @@ class Garbage:
 
     Attributes:
         left_over_nbytes: by how much the root still exceeds the wished capacity; known after :meth:`collect`.
-        n_ended: dead owners of whom nothing was left, so that their lock files went, too.
+        n_ended: dead owners of whom nothing was left, so that their lock files went, too, or would.
     """
 
     def __init__(self, root: Root, wish: Wish, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -101,10 +101,16 @@ class Garbage:
             else:
                 self._total_nbytes -= swept.found.charge_nbytes
             yield swept
+        ended = ending(self._owners, left) if dry_run else settle(self._root, left, self._owners)
+        self.n_ended = len(ended)
+        self._total_nbytes -= sum(owner.charge_nbytes for owner in ended)
         if self._wish.capacity_nbytes is not None:
             self.left_over_nbytes = max(0, self._total_nbytes - self._wish.capacity_nbytes)
-        if not dry_run:
-            self.n_ended = settle(self._root, dict(left), self._owners)
+
+    @property
+    def has_living(self) -> bool:
+        """Whether an engine was alive, which may own what stays."""
+        return bool(self._census.users())
 
     def _swept(self, items: Iterator[tuple[Found, str]], *, dry_run: bool) -> Iterator[Swept]:
         if dry_run:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -166,39 +166,57 @@ def orphans_of(root: Root, found_ids: Iterable[str], sleep: Callable[[float], No
     return missing
 
 
-def settle(root: Root, left_nbytes: dict[str, int], before: Sequence[Owner]) -> int:
-    """Make the books of dead owners agree with what is left of their files. Returns how many owners ended.
+def settle(root: Root, left_nbytes: Mapping[str, int], before: Sequence[Owner]) -> list[Owner]:
+    """Make the books of dead owners agree with what is left of their files. Returns the owners that ended.
 
     Args:
         root: the root.
         left_nbytes: by owner, what its chunk files occupy; an owner without files is not in it.
         before: all owners as they were when the files were counted: who has changed since is left alone.
     """
-    n_ended = 0
+    ended: list[Owner] = []
     with root.held(make_lock=True) as owners:
-        as_counted = {owner.id: owner for owner in owners if not owner.alive and owner in before}
-        for ids in processes({owner.id: owner.holder for owner in owners}):
-            if as_counted.keys() >= set(ids):
-                n_ended += _settle_process(root, [as_counted[owner] for owner in ids], left_nbytes)
+        for process in _dead_processes(owners, before):
+            ended += _settle_process(root, process, left_nbytes)
         have_lock = {owner.id for owner in owners}
         for parsed in filter(None, map(parse_owner_file, names_in(root.fd))):
             if parsed[0] not in have_lock and parsed[1] != "lock":  # advice for an owner that is no more
                 unlink_quietly(f"owner-{parsed[0]}.{parsed[1]}", root.fd)
-    return n_ended
+    return ended
 
 
-def _settle_process(root: Root, owners: Sequence[Owner], left_nbytes: dict[str, int]) -> int:
-    """The owners of one process that is dead, one of whose pages speaks for all. Returns how many ended."""
+def ending(owners: Sequence[Owner], left_nbytes: Mapping[str, int]) -> list[Owner]:
+    """The owners that :func:`settle` would end if nobody came meanwhile."""
+    return [owner for process in _dead_processes(owners, owners) for owner in _ending(process, left_nbytes)]
+
+
+def _dead_processes(owners: Sequence[Owner], before: Sequence[Owner]) -> Iterator[list[Owner]]:
+    """The owners of each process that is dead and was so before, in the same state."""
+    as_counted = {owner.id: owner for owner in owners if not owner.alive and owner in before}
+    for ids in processes({owner.id: owner.holder for owner in owners}):
+        if as_counted.keys() >= set(ids):
+            yield [as_counted[owner] for owner in ids]
+
+
+def _ending(owners: Sequence[Owner], left_nbytes: Mapping[str, int]) -> list[Owner]:
+    """Those of one dead process that have left nothing; none of them while another has files and no page to say so."""
+    if any(owner.page is None and owner.id in left_nbytes for owner in owners):
+        return []
+    return [owner for owner in owners if owner.id not in left_nbytes]
+
+
+def _settle_process(root: Root, owners: Sequence[Owner], left_nbytes: Mapping[str, int]) -> list[Owner]:
+    """The owners of one process that is dead, one of whose pages speaks for all. Returns those that ended."""
     for owner in owners:
         unlink_quietly(f"owner-{owner.id}.index.part", root.fd)
-    ended = [owner for owner in owners if owner.id not in left_nbytes]
+    ended = _ending(owners, left_nbytes)
     words = [
         (left_nbytes[owner.id] + owner.charge_nbytes - owner.page.reserved_nbytes, owner)
         for owner in owners
         if owner.id in left_nbytes and owner.page is not None
     ]
     if len(words) + len(ended) < len(owners):
-        return 0  # one has files and no page to say so
+        return []  # one has files and no page to say so
     # What speaks for the others is lowered, or goes, when they speak for themselves.
     for more_nbytes, owner in sorted(words, key=lambda word: word[0], reverse=True):
         assert owner.page is not None
@@ -207,7 +225,7 @@ def _settle_process(root: Root, owners: Sequence[Owner], left_nbytes: dict[str, 
     for owner in ended:
         for kind in ("index", "lock"):
             unlink_quietly(f"owner-{owner.id}.{kind}", root.fd)
-    return len(ended)
+    return ended
 
 
 def _write_page(root: Root, owner: Owner, nbytes: int) -> None:
