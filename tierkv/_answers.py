@@ -7,17 +7,20 @@ room that it had. Writes are tried there, since what waits for a tier keeps slot
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 from tierkv._faults import Faults
-from tierkv.errors import TierError
+from tierkv.errors import TierError, TierKVError
 from tierkv.protocols import Bounded, Charging, Owning, ScanTier, Tier
-from tierkv.types import ChunkKey
+from tierkv.types import Chunk, ChunkKey, Found
 
 _log = logging.getLogger(__name__)
 
 _FITS_NOWHERE: Final = 1 << 62
 """Charged for a chunk of which the tier cannot say what it occupies."""
+_MOST_TOLD: Final = 80
+_CHUNK_OR_NOT: Final = (Chunk, type(None))  # made once: a scan tells of millions
 
 
 class Answers:
@@ -83,6 +86,40 @@ class Answers:
 
     def _fault(self, what: str, error: Exception) -> None:
         self._faults.tell(f"{self._name}: {what} raised", error)
+
+
+def found_in(told: object) -> Sequence[Found]:
+    """What a scan or a probe told of, without the keys that are not there. Raises TierKVError: it is nonsense."""
+    if not isinstance(told, Sequence):
+        raise TierKVError(f"it told of {_brief(told)}")
+    found = told if all(told) else [item for item in told if item is not None]
+    if not _are_usual(found):
+        _check_each(found)
+    return found
+
+
+def _are_usual(found: Sequence[Found]) -> bool:
+    """By column: a scan may tell of millions, and to look at one after another costs as much as to take them in."""
+    if not set(map(type, found)) <= {Found}:
+        return False
+    keys, sizes, _, chunks = zip(*found, strict=True) if found else ((), (), (), ())
+    types = [set(map(type, column)) for column in (keys, sizes, chunks)]
+    return types[0] <= {bytes} and types[1] <= {int} and types[2] <= {Chunk, type(None)} and min(sizes, default=0) >= 0
+
+
+def _check_each(found: Sequence[object]) -> None:
+    for item in found:
+        fields: tuple[object, ...] = item if isinstance(item, Found) else (None,) * 4
+        key, nbytes, _, chunk = fields
+        if not isinstance(key, bytes) or not isinstance(chunk, _CHUNK_OR_NOT):
+            raise TierKVError(f"it told of {_brief(item)}")
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise TierKVError(f"it told of a chunk of {_brief(nbytes)} bytes")
+
+
+def _brief(told: object) -> str:
+    text = repr(told)
+    return text if len(text) <= _MOST_TOLD else f"{text[:_MOST_TOLD]}..."
 
 
 def _size(name: str, what: str, nbytes: object) -> int:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from tierkv._answers import found_in
 from tierkv._breaker import Traffic
 from tierkv._faults import Faults
 from tierkv._hierarchy import Hierarchy
@@ -188,7 +189,8 @@ class Driver:
 
     async def _scan(self, index: int, tier: ScanTier) -> None:
         try:
-            async for found in tier.scan():
+            async for told in tier.scan():
+                found = found_in(told)
                 for at in range(0, len(found), _SLICE):
                     self.hierarchy.absorb(index, found[at : at + _SLICE])
                     self.wake()
@@ -206,11 +208,11 @@ class Driver:
             try:
                 unknown = [key for key in keys if not tier.settled(key)]
                 async with asyncio.timeout(_PROBE_S):
-                    answers = await tier.probe(unknown)
+                    found = found_in(await tier.probe(unknown))
             except TimeoutError:
                 continue
             except Exception as error:  # noqa: BLE001 - EMFILE, EIO, a closed connection: no answer is a miss
                 self._faults.tell(f"{self._name(index)}: a probe failed", error)
                 continue
-            self.hierarchy.absorb(index, [found for found in answers if found is not None])
+            self.hierarchy.absorb(index, found)
         self.kick()

@@ -119,24 +119,20 @@ class TieredCache:
                 plan_of(level, index, self._capacities[index], self._stride_nbytes)
                 for index, level in enumerate(self._levels)
             ]
+            driver = Driver(
+                opened,
+                plans,
+                on_event=self._on_event,
+                limits=self._limits,
+                cooldowns_s=self._cooldowns_s,
+                stride_nbytes=self._stride_nbytes,
+                clock=self._clock,
+            )
+            self._port.attach(driver.primary, self._stride_nbytes)
         except BaseException:
-            for tier in reversed(opened):
-                try:
-                    await _within(_TIER_CLOSE_S, tier, "not closed", tier.aclose())
-                except Exception as error:  # noqa: BLE001 - what kept it from opening is what counts
-                    _log.warning("%s: closing raised %r", tier.name, error)
+            await uncancelled(asyncio.create_task(_give_up(opened), name="tierkv-give-up"))
             raise
-        tiers = [level.tier for level in self._levels]
-        self._driver = Driver(
-            tiers,
-            plans,
-            on_event=self._on_event,
-            limits=self._limits,
-            cooldowns_s=self._cooldowns_s,
-            stride_nbytes=self._stride_nbytes,
-            clock=self._clock,
-        )
-        self._port.attach(self._driver.primary, self._stride_nbytes)
+        self._driver = driver
         self._driver.start()
         return self
 
@@ -381,6 +377,15 @@ class TieredCache:
             for level in self._driver.hierarchy.levels
         ]
         return f"<TieredCache {'; '.join(parts)}>"
+
+
+async def _give_up(opened: Sequence[Tier]) -> None:
+    """Close what was opened, slowest first. Never raises: what kept the others from opening is what counts."""
+    for tier in reversed(opened):
+        try:
+            await _within(_TIER_CLOSE_S, tier, "not closed", tier.aclose())
+        except Exception as error:  # noqa: BLE001 - see above
+            _log.warning("%s: closing raised %r", tier.name, error)
 
 
 async def _within(limit_s: float, tier: Tier, otherwise: str, call: Coroutine[Any, Any, None]) -> None:

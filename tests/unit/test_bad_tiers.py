@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
 from tests.cases.kit import virtual_time
 from tests.patience import PATIENCE_S
 from tests.toys import STRIDE, ToyChunker, buffers, loop_time, payload, prompt
-from tierkv import Level, MemoryTier, MoverLimits, TieredCache, Writes
+from tierkv import Chunk, ChunkKey, Level, MemoryTier, MoverLimits, TieredCache, Writes
+from tierkv.errors import ConfigError
 from tierkv.policies import LRU
+from tierkv.protocols import HostTier, TierContext
 from tierkv.testing import Does, Fault, FaultTier
+from tierkv.types import Found
 
 LIMITS = MoverLimits(deadline_s=5.0, breaker_failures=2, breaker_cooldown_s=60.0)
 SHORT_LIMITS = LIMITS._replace(deadline_s=0.3)
@@ -175,3 +179,102 @@ async def test_a_late_read_touches_nobody_elses_slot() -> None:
         await cache.wait_idle()
         assert await served(cache, prompt(10)) == 4
         assert cache.statistics()["primary"].n_quarantined == 0
+
+
+class Telling(MemoryTier):
+    """It can be scanned and probed, and tells of something."""
+
+    writable = True
+
+    def __init__(self, told: Any) -> None:
+        super().__init__(name="bad")
+        self.told = told
+
+    async def scan(self) -> AsyncIterator[Any]:
+        yield self.told
+
+    def settled(self, key: ChunkKey) -> bool:
+        return False
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> Any:
+        return self.told
+
+    async def save_order(self, order: Sequence[Chunk]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        7,
+        "abcd",
+        [1],
+        [None, ("key", 4096)],
+        [Found(None, STRIDE)],  # type: ignore[arg-type]
+        [Found(ChunkKey(b"k" * 32), "many")],  # type: ignore[arg-type]
+        [Found(ChunkKey(b"k" * 32), -STRIDE)],
+        [Found(ChunkKey(b"k" * 32), STRIDE, chunk=7)],  # type: ignore[arg-type]
+    ],
+)
+async def test_nonsense_from_a_scan_or_a_probe_is_a_miss(told: Any) -> None:
+    """It reached whoever looked up; and a chunk of fewer bytes than none made room that is not there."""
+    async with cache_over(Telling(told)) as cache:
+        assert await served(cache, prompt(1)) == 0
+        assert all(await store(cache, prompt(1)))
+        assert await served(cache, prompt(1)) == len(cache.chunks(prompt(1)))
+        await cache.wait_idle(PATIENCE_S)
+        record = cache.statistics()["bad"]
+        assert record.free_nbytes + record.ready_nbytes == record.capacity_nbytes
+
+
+class Lasting(MemoryTier):
+    """Its open, or its end, takes until it is let go."""
+
+    def __init__(self, name: str, *, hangs: bool = False) -> None:
+        super().__init__(name=name)
+        self.hangs = hangs
+        self.opens, self.closes, self.go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.closed = False
+
+    async def open(self, ctx: TierContext) -> None:
+        self.opens.set()
+        if self.hangs:
+            await self.go.wait()
+        await super().open(ctx)
+
+    async def aclose(self) -> None:
+        self.closes.set()
+        if self.hangs:
+            await self.go.wait()
+        await super().aclose()
+        self.closed = True
+
+
+async def test_an_open_that_is_cancelled_twice_closes_every_tier() -> None:
+    """The second cancellation ended the wait for the first tier's close, and the others stayed open."""
+    tiers = [Lasting("good"), Lasting("bad", hangs=True)]
+    opening = asyncio.create_task(cache_over(*tiers).__aenter__())
+    await tiers[1].opens.wait()
+    opening.cancel()
+    await tiers[1].closes.wait()
+    opening.cancel()
+    await asyncio.sleep(0)
+    tiers[1].go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert [tier.closed for tier in tiers] == [True, True]
+
+
+async def test_a_port_that_does_not_take_the_primary_closes_every_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's refuses slots that do not lie in one piece: all tiers stayed open, and could not be closed."""
+    tier = Lasting("good")
+    cache = cache_over(tier)
+
+    def attach(primary: HostTier, stride_nbytes: int) -> None:
+        raise ConfigError("slots in pieces")
+
+    monkeypatch.setattr(cache._port, "attach", attach)
+    with pytest.raises(ConfigError, match="in pieces"):
+        await cache.__aenter__()
+    assert tier.closed

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from tierkv._answers import found_in
 from tierkv._breaker import Traffic
 from tierkv._mover import Completion, Mover, MoverLimits
 from tierkv.protocols import ScanTier, Tier, TierContext
@@ -258,7 +259,8 @@ class MoverLoop:
 
     async def _scan(self, index: int, tier: ScanTier) -> None:
         try:
-            async for found in tier.scan():
+            async for told in tier.scan():
+                found = found_in(told)
                 self._found.append(Absorbed(index, tier, found))
                 self._n_queued += len(found)
                 while self._is_full():
@@ -273,14 +275,14 @@ class MoverLoop:
 
     async def _probe(self, index: int, keys: Sequence[ChunkKey]) -> None:
         tier = self._tiers[index]
-        answers: Sequence[Found | None] = ()
+        found: Sequence[Found] = ()
         try:
             if tier is not None:
-                answers = await tier.probe(keys)
+                found = found_in(await tier.probe(keys))
         except Exception as error:  # noqa: BLE001 - as above
             logger.debug("probe of tier %d: %r", index, error)
         finally:
-            self._news.append(Absorbed(index, tier, [found for found in answers if found is not None], keys))
+            self._news.append(Absorbed(index, tier, found, keys))
 
     async def _close(self, orders: Mapping[int, Sequence[Chunk]]) -> None:
         try:
