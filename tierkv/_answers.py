@@ -100,11 +100,12 @@ def found_in(told: object) -> Sequence[Found]:
 
 def _are_usual(found: Sequence[Found]) -> bool:
     """By column: a scan may tell of millions, and to look at one after another costs as much as to take them in."""
-    if not set(map(type, found)) <= {Found}:
-        return False
-    keys, sizes, _, chunks = zip(*found, strict=True) if found else ((), (), (), ())
-    types = [set(map(type, column)) for column in (keys, sizes, chunks)]
-    return types[0] <= {bytes} and types[1] <= {int} and types[2] <= {Chunk, type(None)} and min(sizes, default=0) >= 0
+    types = set(map(type, found))
+    if types != {Found}:
+        return not types
+    keys, sizes, _, chunks = zip(*found, strict=True)
+    key_types, size_types, chunk_types = (set(map(type, column)) for column in (keys, sizes, chunks))
+    return key_types == {bytes} and size_types == {int} and chunk_types <= {Chunk, type(None)} and min(sizes) >= 0
 
 
 def _check_each(found: Sequence[object]) -> None:
