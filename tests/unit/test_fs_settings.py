@@ -39,11 +39,20 @@ def test_sizes(tmp_path: Path, option: str, value: object) -> None:
     assert not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("value", ["", None, b"/x", 5, "a\0b", True])
+@pytest.mark.parametrize("value", ["", "  ", "\t", None, b"/x", 5, "a\0b", True])
 def test_root(value: Any) -> None:
-    """It must be a path."""
-    with pytest.raises(ConfigError, match=r"fs\.root is "):
+    """It must be a path, and not a blank one."""
+    with pytest.raises(ConfigError, match=r"fs\.root is .*, but must be the path of a directory; for example: /var"):
         FSTier(value)
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``Path("")`` is ``Path(".")``: a variable that nobody has set would fill the directory one happens to be in."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^fs\.root is PosixPath\('\.'\), .*; nearest valid value: {tmp_path}$"):
+        FSTier(Path(""))
+    for named in (tmp_path, ".", Path("kv")):
+        assert str(tmp_path) in repr(FSTier(named))
 
 
 def test_durability(tmp_path: Path) -> None:

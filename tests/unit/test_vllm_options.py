@@ -113,6 +113,8 @@ WRONG = [
     ({**CPU, "secondary_tiers": [{"type": "fss", "root_dir": "/x"}]}, "secondary_tiers[0].type", "fs"),
     ({**CPU, "secondary_tiers": [{"type": "fs"}]}, "secondary_tiers[0].root_dir", "directory"),
     ({**CPU, "secondary_tiers": [{"type": "fs", "root_dir": ""}]}, "secondary_tiers[0].root_dir", "directory"),
+    (fs(root_dir="  "), "secondary_tiers[0].root_dir", "directory"),
+    (fs(checksum_key_file=" "), "secondary_tiers[0].checksum_key_file", "the path of a file"),
     (fs(root_dir="a\0b"), "secondary_tiers[0].root_dir", "path"),
     (fs(n_read_threads=0), "secondary_tiers[0].n_read_threads", "nearest valid value: 1"),
     (fs(n_read_threads=10_000), "secondary_tiers[0].n_read_threads", "nearest valid value: 256"),

@@ -308,6 +308,9 @@ def _check(name: object, *, root: object, durability: object, clock: object, lay
         raise bad_setting(f"{name}.clock", clock, "a function that gives seconds", example="time.monotonic")
     if not _is_path(root):
         raise bad_setting(f"{name}.root", root, "the path of a directory", example="/var/cache/tierkv")
+    if isinstance(root, os.PathLike) and os.fspath(root) == os.curdir:
+        allowed = "the path of a directory, in full if it is the current one: that is what an empty Path is, too"
+        raise bad_setting(f"{name}.root", root, allowed, os.getcwd())
     if durability not in _DURABILITIES:
         raise bad_setting(
             f"{name}.durability", durability, '"process" or "power"', closest(str(durability), _DURABILITIES)
@@ -332,7 +335,7 @@ def _secret_source(name: str, file: object, env: object) -> SecretSource:
 
 def _is_path(root: object) -> bool:
     path = os.fspath(root) if isinstance(root, (str, os.PathLike)) else ""
-    if not isinstance(path, str) or not path or "\0" in path:
+    if not isinstance(path, str) or not path.strip() or "\0" in path:
         return False
     try:
         os.fsencode(path)

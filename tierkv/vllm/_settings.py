@@ -84,7 +84,7 @@ class Reader:
 
     def directory(self, key: str) -> str:
         value = self.raw.get(key)
-        if value is None or value == "":
+        if value is None or (isinstance(value, str) and not value.strip()):
             raise bad_setting(
                 self.name(key), value, "given: the directory that holds the chunks", example="/var/lib/tierkv"
             )
@@ -97,7 +97,7 @@ class Reader:
         value = self.raw.get(key)
         if value is None:
             return None
-        if not isinstance(value, str) or not value or "\0" in value or os.path.isdir(os.path.expanduser(value)):
+        if not isinstance(value, str) or not value.strip() or "\0" in value or os.path.isdir(os.path.expanduser(value)):
             raise bad_setting(self.name(key), value, "the path of a file", example="/var/log/tierkv-requests.jsonl")
         return os.path.expanduser(value)
 
