@@ -250,7 +250,7 @@ def test_the_sums_are_blake2b_with_a_key() -> None:
         ({"checksum_key_file": "short"}, "fs.checksum_key_file is 'short', but must be the place of a secret of 16"),
         ({"checksum_key_file": "long"}, "fs.checksum_key_file is 'long', but must be the place of a secret of 16"),
         ({"checksum_key_file": "fifo"}, "fs.checksum_key_file is 'fifo', but must be the place of a secret"),
-        ({"checksum_key_env": "TIERKV_TEST_UNSET"}, "fs.checksum_key_env is 'TIERKV_TEST_UNSET', but must be"),
+        ({"checksum_key_env": "TIERKV_UNSET"}, "fs.checksum_key_env is 'TIERKV_UNSET', but must be the name of a vari"),
         ({"checksum_key_env": "X", "checksum_key_file": "y"}, "fs.checksum_key_env is 'X', but must be left out"),
         ({"checksum_key_file": ""}, "fs.checksum_key_file is '', but must be the path of a file"),
         ({"checksum_key_env": SECRET.decode()}, "fs.checksum_key_env is 'not a name', but must be the name"),

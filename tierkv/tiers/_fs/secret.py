@@ -44,7 +44,10 @@ class SecretSource:
         if self.file is not None:
             return Sums(_checked(file_option, self.file, _in_file(file_option, self.file)))
         if self.env is not None:
-            return Sums(_checked(env_option, self.env, os.environb.get(os.fsencode(self.env), b"")))
+            secret = os.environb.get(os.fsencode(self.env))
+            if secret is None:
+                raise bad_setting(env_option, self.env, "the name of a variable that is set in this process")
+            return Sums(_checked(env_option, self.env, secret))
         return PLAIN
 
 
