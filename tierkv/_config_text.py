@@ -66,6 +66,8 @@ class Kind:
     parameters: Sequence[Parameter] = ()
     wraps: bool = False
     rest: Callable[[str, Stage], tuple[object, ...]] | None = None
+    example: str = ""
+    """For messages: as one is written, without what it wraps, if its name alone will not do."""
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -200,11 +202,9 @@ def _head(option: str, value: Mapping[object, object], expected: str) -> Stage:
             raise bad_setting(option, _short(value), allowed, example=expected)
     name, module_path = value.get("type"), value.get("module_path")
     if not isinstance(name, str) or not name.strip():
-        raise bad_setting(f"{option}.type", _short(name), "the name of one", example=expected)
+        raise bad_setting(option, _short(value), "text, or an object whose type is a name", example=expected)
     if module_path is not None and (not isinstance(module_path, str) or not module_path):
-        raise bad_setting(
-            f"{option}.module_path", _short(module_path), "the import path of a module", example="my_package"
-        )
+        raise bad_setting(f"{option}.module_path", _short(module_path), "the import path of a module, or left out")
     stage = _named(name.strip())
     stage.module_path = module_path or stage.module_path
     return stage
@@ -270,11 +270,13 @@ class Vocabulary:
         inner: tuple[object, ...] = ()
         if stage.inner is not None:
             if not kind.wraps:
-                right = f"{stage.inner} > {stage}" if self._wraps(stage.inner) else str(stage)
-                raise bad_setting(option, f"{stage} > {stage.inner}", f"with {stage} last: it wraps nothing", right)
+                outer = f"{self._written(stage.inner)} > " if self._wraps(stage.inner) else ""
+                allowed, right = f"with {stage} last: it wraps nothing", outer + self._written(stage)
+                raise bad_setting(option, f"{stage} > {stage.inner}", allowed, example=right)
             inner = (self.make(option, stage.inner),)
         elif kind.wraps and (stage.module_path is None and _plain_name(stage.name) in self._by_plain_name()):
-            raise bad_setting(option, str(stage), "followed by what it wraps", example=f"{stage} > {self.example}")
+            right = f"{self._written(stage)} > {self.example}"
+            raise bad_setting(option, str(stage), "followed by what it wraps", example=right)
         where = f"{option}: {stage}"
         if kind.rest is not None:
             first, arguments = kind.rest(where, stage), {}
@@ -293,6 +295,10 @@ class Vocabulary:
     def _wraps(self, stage: Stage) -> bool:
         name = self._by_plain_name().get(_plain_name(stage.name))
         return name is not None and self.kinds[name].wraps
+
+    def _written(self, stage: Stage) -> str:
+        """How one of its kind, which is ours, is written."""
+        return self.kinds[self._by_plain_name()[_plain_name(stage.name)]].example or stage.name
 
     def _kind(self, option: str, stage: Stage) -> Kind:
         known = self._by_plain_name()
@@ -334,8 +340,8 @@ def _bind(where: str, stage: Stage, parameters: Sequence[Parameter]) -> dict[str
                 raise ConfigError(f"{where} takes no arguments, but was given {name!r}")
             raise unknown_setting(name, where, names)
     if len(stage.values) > len(parameters):
-        allowed = f"at most {len(parameters)} arguments ({', '.join(names)})" if names else "no arguments"
-        raise bad_setting(f"{where} with {len(stage.values)} arguments", _short(stage.values), allowed)
+        allowed = f"at most {_counted(len(names))} ({', '.join(names)})" if names else "no arguments"
+        raise bad_setting(f"{where} with {_counted(len(stage.values))}", _short(stage.values), allowed)
     given = dict(zip(names, stage.values, strict=False))
     for name, value in stage.named.items():
         if name in given:
@@ -350,6 +356,10 @@ def _bind(where: str, stage: Stage, parameters: Sequence[Parameter]) -> dict[str
         elif parameter.required:
             raise bad_setting(f"{where}.{parameter.name}", None, "given")
     return arguments
+
+
+def _counted(n: int) -> str:
+    return f"{n} argument" if n == 1 else f"{n} arguments"
 
 
 def _load(option: str, point: EntryPoint) -> object:

@@ -27,6 +27,7 @@ GROUP = "tierkv.admissions"
 _MAX_WINDOW = 2**32
 _PERIODS_S = {"s": 1, "min": 60, "h": 3_600, "day": 86_400, "week": 604_800, "month": 2_592_000, "year": 31_536_000}
 _ROWS = 4
+_A_RATE = "300GB/day"
 _MOST = 255
 
 
@@ -203,10 +204,14 @@ def parse_admission(
     burst = Parameter("burst", parse_size, required=False)
     kinds: dict[str, Kind] = {
         "drop_partial_tail": Kind(DropPartialTail),
-        "max_size": Kind(MaxSize, (Parameter("limit", parse_size),)),
+        "max_size": Kind(MaxSize, (Parameter("limit", parse_size),), example="max_size(8MiB)"),
         "second_touch": Kind(SecondTouch, (window,)),
         "tinylfu": Kind(TinyLFU, (n_offers, window)),
-        "write_budget": Kind(partial(WriteBudget, clock=clock), (Parameter("rate", _read_rate), burst)),
+        "write_budget": Kind(
+            partial(WriteBudget, clock=clock),
+            (Parameter("rate", _read_rate), burst),
+            example=f"write_budget({_A_RATE})",
+        ),
     }
     vocabulary = Vocabulary(
         noun="an admission rule",
@@ -226,7 +231,9 @@ def parse_admission(
             for rule in listed
         )
 
-    kinds |= {"all": Kind(All, rest=rules), "any": Kind(Any, rest=rules)}
+    kinds |= {
+        name: Kind(make, rest=rules, example=f"{name}(second_touch)") for name, make in (("all", All), ("any", Any))
+    }
     rule: Admission = vocabulary.make(option, read_stage(option, value, "second_touch"))
     return rule
 
@@ -255,5 +262,5 @@ def _parse_rate(option: str, value: object) -> tuple[int, int]:
     period_s = _PERIODS_S.get(period.strip().lower())
     if not slash or period_s is None:
         allowed = f"a size a time, where the time is one of {', '.join(_PERIODS_S)}"
-        raise bad_setting(option, value, allowed, example="300GB/day")
+        raise bad_setting(option, value, allowed, example=_A_RATE)
     return parse_size(option, size), period_s

@@ -40,7 +40,7 @@ def parse_size(option: str, value: object, *, low: int = 1) -> int:
     if n is not None and low <= n <= _LARGEST_NBYTES:
         return n
     meant = _meant(value) if n is None else n
-    raise _refusal(option, value, low, None if meant is None else min(max(meant, low), _LARGEST_NBYTES))
+    raise _refusal(option, value, low, None if meant is None else _within(meant, low))
 
 
 def format_size(nbytes: int) -> str:
@@ -64,10 +64,22 @@ def _parse_text(option: str, text: str, low: int) -> int:
     if name is None:
         near = _unit_meant(unit.upper())
         is_positive = number.strip("+0.") and not number.startswith("-")
-        raise _refusal(option, text, low, (near and f"{number}{near}") if is_positive else low)
+        if near is None and is_positive:
+            raise _refusal(option, text, low, None)
+        meant = _nbytes(number, near or "B")
+        nearest = f"{number}{near}" if low <= meant <= _LARGEST_NBYTES and is_positive else _within(meant, low)
+        raise _refusal(option, text, low, nearest)
+    return _nbytes(number, name)
+
+
+def _nbytes(number: str, unit: str) -> int:
     digits, _, decimals = number.partition(".")
     # Integers throughout: 0.1 MB is 100,000 bytes, which a float product need not be.
-    return int(digits + decimals) * _UNITS[name] // int("1" + "0" * len(decimals))
+    return int(digits + decimals) * _UNITS[unit] // int("1" + "0" * len(decimals))
+
+
+def _within(n: int, low: int) -> int:
+    return min(max(n, low), _LARGEST_NBYTES)
 
 
 def _unit_meant(unit: str) -> str | None:

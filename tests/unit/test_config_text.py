@@ -120,7 +120,7 @@ def test_rules_that_are_arguments_are_built() -> None:
         (parse_policy, "ttl > lru", "ttl.ttl_s"),
         (parse_policy, "ttl(-1) > lru", "nearest valid value: 0.001"),
         (parse_policy, "ttl(ttl=5) > lru", "nearest valid option: ttl_s"),
-        (parse_policy, "ttl(5, 6) > lru", "at most 1 arguments"),
+        (parse_policy, "ttl(5, 6) > lru", "at most 1 argument ("),
         (parse_policy, "ttl(5, ttl_s=6) > lru", "given once"),
         (parse_policy, "arc(0)", "nearest valid value: 1"),
         (parse_policy, "lru(5)", "no arguments"),

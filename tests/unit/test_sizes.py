@@ -58,6 +58,8 @@ def test_sizes_that_are_taken(value: object, nbytes: int) -> None:
         ("8 bytes", "8B"),
         ("-8G", "1"),
         ("0.0Gi", "1"),
+        ("9999999 Exa", "9223372036854775807"),
+        ("0.1 bytes", "1"),
     ],
 )
 def test_sizes_that_are_refused(value: object, nearest: str) -> None:

@@ -28,6 +28,7 @@ GROUP = "tierkv.policies"
 """Entry points of third parties: a name, and a class or function that makes an order (of the inner order, if any)."""
 
 _EXAMPLE = "ttl(3600) > leaf_first > mq"
+_A_QUOTA = "quota(tenant=10GiB)"
 
 
 def parse_policy(
@@ -63,6 +64,7 @@ def parse_policy(
 def _kinds(clock: Clock) -> Mapping[str, Kind]:
     capacity = (Parameter("capacity_chunks", partial(parse_count, low=1, high=2**48), required=False),)
     two_q = Kind(TwoQ, capacity)
+    ttl_s = Parameter("ttl_s", partial(parse_seconds, low=0.001))
     return {
         "arc": Kind(ARC, capacity),
         "fifo": Kind(FIFO),
@@ -74,8 +76,8 @@ def _kinds(clock: Clock) -> Mapping[str, Kind]:
         "two_q": two_q,
         "2q": two_q,
         "leaf_first": Kind(LeafFirst, wraps=True),
-        "quota": Kind(Quota, wraps=True, rest=_quotas),
-        "ttl": Kind(partial(TTL, clock=clock), (Parameter("ttl_s", partial(parse_seconds, low=0.001)),), wraps=True),
+        "quota": Kind(Quota, wraps=True, rest=_quotas, example=_A_QUOTA),
+        "ttl": Kind(partial(TTL, clock=clock), (ttl_s,), wraps=True, example="ttl(3600)"),
     }
 
 
@@ -86,5 +88,5 @@ def _quotas(option: str, stage: Stage) -> tuple[object, ...]:
         quotas = stage.named
     if stage.values or not quotas:
         written = stage.values[0] if stage.values else None
-        raise bad_setting(option, written, "given a size for each tenant by name", example="quota(tenant=10GiB)")
+        raise bad_setting(option, written, "given a size for each tenant by name", example=f"{_A_QUOTA} > lru")
     return ({tenant: parse_size(f"{option} of {tenant!r}", size, low=0) for tenant, size in quotas.items()},)

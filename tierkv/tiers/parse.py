@@ -61,13 +61,14 @@ def third_party_names() -> list[str]:
 
 
 def _vocabulary(module_path: str | None, *, ours: bool = True) -> Vocabulary:
-    fs = Kind(_fs, (Parameter("root", _as_is), *(Parameter(name, _as_is, required=False) for name in _FS_SETTINGS)))
+    others = (Parameter(name, _as_is, required=False) for name in _FS_SETTINGS)
+    fs = Kind(_fs, (Parameter("root", _as_is), *others), example=_EXAMPLE)
     memory = Kind(MemoryTier, (Parameter("n_slots", _as_is, required=False), Parameter("name", _as_is, required=False)))
     return Vocabulary(
         noun="a tier",
         group=GROUP,
         kinds={"fs": fs, "memory": memory} if ours else {},
-        example="fs",
+        example=_EXAMPLE,
         check=_check_tier,
         module_path=module_path,
     )
