@@ -24,6 +24,7 @@ from tests.fs_kit import (
     context,
     fetch,
     files_under,
+    first_batches,
     flip,
     is_slab,
     kill,
@@ -402,6 +403,8 @@ async def test_a_slab_without_its_catalogue_is_not_called_empty_and_right(
     assert (code, counts["verified"], counts["wrong"], counts["unlisted"]) == (1, 0, 0, 1)
     assert name == catalogue.with_suffix(".slab").name
     assert f"{n_slots:,} slots may hold chunks" in why and "opens the root" in why
+    assert main(["du", str(root)]) == 0
+    assert "catalogues, and slots that are free or of which no catalogue tells\n" in capsys.readouterr().out
     (slab,) = du(root, capsys)["unlisted"]
     assert (slab["n_slots"], slab["why"]) == (n_slots, why)
     for command, its_code in (("verify", 1), ("du", 0), ("ls", 1), ("doctor", 0)):
@@ -413,6 +416,34 @@ async def test_a_slab_without_its_catalogue_is_not_called_empty_and_right(
         assert await fetch(tier, *map(chunk_of, range(3))) == [Status.OK] * 3
     code, wrong, counts = verify(root, capsys)
     assert (code, wrong, counts["verified"], counts["unlisted"]) == (0, {}, 3, 0)
+
+
+@only_slab
+@pytest.mark.parametrize("harm", [remove, cut])
+async def test_a_mended_slab_is_as_old_as_its_last_write(
+    root: Path, capsys: Capture, harm: Callable[[Path], None]
+) -> None:
+    """Its slots tell no time: ``ls`` showed three years, and a restart without an index let them leave first."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1), chunk_of(2))
+    (catalogue,) = root.rglob("*.slots")
+    written_s = time.time() - 5_000
+    os.utime(catalogue.with_suffix(".slab"), (written_s, written_s))
+    harm(catalogue)
+    for index in root.glob("owner-*.index"):
+        index.unlink()
+    tier = FSTier(root, capacity="1MiB", min_free=0, layout="files")
+    await tier.open(context())
+    await store(await scanned(tier), chunk_of(3))
+    old_s = written_s - 5_000
+    os.utime(file_of(root, 3), (old_s, old_s))
+    kill(tier)
+    assert main(["ls", str(root), "--json"]) == 0
+    ages = {row["key"]: row["age_s"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert [round(ages[chunk_of(i).key.hex()], -3) for i in (1, 2, 3)] == [5_000, 5_000, 10_000]
+    async with opened(root, layout="files") as tier:
+        coldest, *_ = await first_batches(tier)
+        assert coldest.key == chunk_of(3).key
 
 
 @only_slab

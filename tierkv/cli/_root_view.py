@@ -33,7 +33,8 @@ def show_usage(path: str, record: Mapping[str, Any]) -> None:
         console.print(_table("owner", record["owners"], columns))
     console.print(f"lock files and indexes: {format_size(record['lock_and_index_nbytes'])}")
     for what, sums in record["other"].items():
-        console.print(f"{lying(what, sums['n'])}, {format_size(sums['nbytes'])}: {OTHER[what]}", soft_wrap=True)
+        why = OTHER[what] + " or of which no catalogue tells" * (what == "slab" and bool(record["unlisted"]))
+        console.print(f"{lying(what, sums['n'])}, {format_size(sums['nbytes'])}: {why}", soft_wrap=True)
     for slab in record["unlisted"]:
         console.print(f"{slab['place']}: {slab['why']}", soft_wrap=True)
 

@@ -84,14 +84,15 @@ class SlabFiles:
         Raises OSError: the slab itself is no use either; ECANCELED once ``stopped``, as a large one takes minutes.
         """
         slab = open_regular(slab_name(owner, slot_nbytes, SLAB), self.dir_fd)
-        n_there = os.fstat(slab.fd).st_size // slot_nbytes
+        found = os.fstat(slab.fd)
+        n_there = found.st_size // slot_nbytes
         rows: list[tuple[ChunkKey, int, float]] = []
         for slot in range(n_there):
             if stopped():
                 raise OSError(errno.ECANCELED, "the tier closes")
             header = header_at(slab.fd, slot * slot_nbytes, self.sums)
             if header is not None and header.namespace_digest == self.digest:
-                rows.append((header.chunk.key, slot, 0.0))
+                rows.append((header.chunk.key, slot, found.st_mtime))  # no slot tells its time: none is younger
         self._write_catalogue(owner, slot_nbytes, max(1, n_slots, n_there), rows)
         _log.warning("slab of owner %s: its catalogue was lost and written anew with %d chunks", owner, len(rows))
         return self.open(owner, slot_nbytes)
