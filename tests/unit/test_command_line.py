@@ -54,6 +54,17 @@ def test_there_are_commands() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=ids)
+def test_help_names_every_option(command: tuple[str, ...], capsys: Capture) -> None:
+    """And ends well: that of ``tune`` was a traceback, as a percent sign is argparse's own."""
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr()
+    hidden = {"--damage"}
+    assert all(option in said.out for option in {*options(command)} - hidden) and not said.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=ids)
 def test_no_abbreviation_passes(command: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
     """Each option without its last letter is refused in a sentence that names it, and the option that is meant."""
     for option in options(command):
@@ -99,8 +110,9 @@ def test_a_slip_is_one_sentence(words: str, said: str, capsys: Capture) -> None:
 
 def test_a_value_may_begin_like_an_option(tmp_path: Path, capsys: Capture) -> None:
     """A number below zero is a value, which is refused as one, and what follows -- is no option."""
-    assert main(["gc", str(tmp_path), "--capacity", "-5"]) == 2
-    assert "--capacity is '-5'" in capsys.readouterr().err
+    for value in ("-5", "-5GiB", "-.5d"):
+        assert main(["gc", str(tmp_path), "--capacity", value]) == 2
+        assert f"--capacity is '{value}'" in capsys.readouterr().err
     assert main(["du", "--", "--no-such-root"]) == 2
     assert "ROOT is '--no-such-root'" in capsys.readouterr().err
 

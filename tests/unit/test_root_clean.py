@@ -36,7 +36,7 @@ from tests.toys import STRIDE, ToyChunker, buffers, payload, prompt
 from tierkv import CPUTier, Level, TieredCache
 from tierkv.cli import _root_clean
 from tierkv.cli._main import _parser, main
-from tierkv.cli._root_clean import parse_age
+from tierkv.cli._root_clean import parse_age, parse_capacity
 from tierkv.errors import ConfigError
 from tierkv.policies import LRU
 from tierkv.tiers._fs import inspection as _fs_inspect
@@ -192,8 +192,8 @@ async def test_gc_trims_to_a_capacity_from_the_coldest(root: Path, capsys: Captu
     for i in range(6):
         await dead(root, i, age_s=DAY_S * (6 - i))
     keep_nbytes = recount(root) - 2 * CHARGE + 1
-    wished = gc(root, capsys, "--capacity", str(keep_nbytes), "--dry-run")[0]
-    done, counts = gc(root, capsys, "--capacity", str(keep_nbytes))
+    wished = gc(root, capsys, "--capacity", f"{keep_nbytes}B", "--dry-run")[0]
+    done, counts = gc(root, capsys, "--capacity", f"{keep_nbytes}B")
     assert done == wished
     assert [name.partition(".")[0] for name in done] == [chunk_of(i).key.hex() for i in (0, 1)]
     assert recount(root) == keep_nbytes - 1 and counts["left_over_nbytes"] == 0
@@ -233,7 +233,7 @@ async def test_a_trim_begins_with_what_no_living_engine_reads(root: Path, capsys
     await store(tier, chunk_of(9))  # one that has written nothing would take the dead one's id at once
     await dead(root, 1, 2, age_s=8 * DAY_S, beside=tier)
     await dead(root, 7, namespace=OLD, beside=tier)
-    done, _ = gc(root, capsys, "--capacity", str(recount(root) - 1))
+    done, _ = gc(root, capsys, "--capacity", f"{recount(root) - 1}B")
     assert [name.partition(".")[0] for name in done] == [chunk_of(7).key.hex()]
     await tier.aclose()
 
@@ -251,7 +251,7 @@ async def test_gc_gives_the_living_what_the_dead_had_reserved(root: Path, capsys
     assert lives._mount is not None
     lives._mount.beat()
     before = lives.share_nbytes()
-    gc(root, capsys, "--capacity", str(recount(root) - 3 * CHARGE))
+    gc(root, capsys, "--capacity", f"{recount(root) - 3 * CHARGE}B")
     page = OwnerPage.unpack((root / f"owner-{owner}.lock").read_bytes())
     assert page is not None and page.reserved_nbytes == 2 * CHARGE + 4096
     lives._mount.beat()
@@ -380,7 +380,7 @@ async def test_a_slab_leaves_as_a_whole_or_not_at_all(root: Path, capsys: Captur
         slab = {path.name for path in (root / DIGEST).glob("*.sl*")}
         assert len(slab) == 2
         assert gc(root, capsys)[0] == {}
-        assert set(gc(root, capsys, "--dry-run", "--capacity", str(recount(root) - 1))[0]) == slab
+        assert set(gc(root, capsys, "--dry-run", "--capacity", f"{recount(root) - 1}B")[0]) == slab
         assert set(gc(root, capsys, *options)[0]) == slab
         assert not list(root.glob("owner-*"))
 
@@ -391,7 +391,7 @@ async def test_a_trim_that_spares_the_slab_spares_its_catalogue(root: Path, caps
     async with opened(root, layout="slab") as tier:
         await store(tier, chunk_of(2))
     name = file_of(root, 1).name
-    assert list(gc(root, capsys, "--capacity", str(occupied(root, capsys) - 1))[0]) == [name]
+    assert list(gc(root, capsys, "--capacity", f"{occupied(root, capsys) - 1}B")[0]) == [name]
     (lock,) = root.glob("owner-*.lock")
     page = OwnerPage.unpack(lock.read_bytes())
     assert page is not None and page.reserved_nbytes >= occupied(root, capsys), "the living must not take that room"
@@ -608,10 +608,17 @@ async def test_links_are_not_followed_out_of_the_root(
     ("arguments", "sentence"),
     [
         (["gc", "missing"], "ROOT is 'missing', but must be a directory that can be read"),
-        (["gc", ".", "--unread-for", "soon"], "but must be a number and one of s, min, h, d and w; for example: 7d"),
+        (["gc", ".", "--unread-for", "soon"], "not below 0, and one of s, min, h, d and w; for example: 7d"),
         (["gc", ".", "--unread-for", "12 hours"], "--unread-for is '12 hours', but must be "),
         (["gc", ".", "--unread-for", "12 hours"], "; nearest valid value: 12h"),
-        (["gc", ".", "--capacity", "-1"], "--capacity is '-1', but must be"),
+        (["gc", ".", "--unread-for", "-1d"], "--unread-for is '-1d', but must be a number, not below 0, and one of"),
+        (["gc", ".", "--unread-for", "-1d"], "; nearest valid value: 1d"),
+        (["gc", ".", "--unread-for=-.5h"], "--unread-for is '-.5h', but must be a number, not below 0"),
+        (["gc", ".", "--capacity", "-1"], "--capacity is '-1', but must be 0, a size with a unit, or"),
+        (["gc", ".", "--capacity", "-1GiB"], "; for example: 200GiB"),
+        (["gc", ".", "--capacity", "10"], "bytes from 1048576; nearest valid value: 10GiB"),
+        (["gc", ".", "--capacity", " +0.5"], "; nearest valid value: 0.5GiB"),
+        (["gc", ".", "--capacity", "1048575"], "; nearest valid value: 1048575GiB"),
         (["wipe", ".", "--namespace", "xyz"], "--namespace is 'xyz', but must be 1 to 32 hexadecimal digits"),
     ],
 )  # fmt: skip
@@ -651,6 +658,24 @@ async def test_many_that_stay_are_counted(root: Path, capsys: Capture) -> None:
     captured = capsys.readouterr()
     assert captured.err.count(" stays: ") == 20
     assert "25 could not be removed" in captured.out
+
+
+@pytest.mark.parametrize("size", ["10", "0.5", "500", "-0"])
+async def test_a_number_without_a_unit_does_not_empty_a_root(root: Path, capsys: Capture, size: str) -> None:
+    """Somebody meant GiB: nothing leaves, and nothing would."""
+    await dead(root, 1, 2)
+    before = files_under(root)
+    for options in ([], ["--dry-run"]):
+        assert main(["gc", str(root), "--capacity", size, *options]) == 2
+        captured = capsys.readouterr()
+        assert f"--capacity is '{size}'" in captured.err and not captured.out
+    assert files_under(root) == before
+
+
+def test_sizes_for_a_trim() -> None:
+    """With a unit any size, without one what can only be bytes, and 0 in any form."""
+    sizes = {"0": 0, "0.0": 0, "0GiB": 0, "10B": 10, "1 kib": 1024, "1048576": 1 << 20, " 5000000 ": 5_000_000}
+    assert {text: parse_capacity("x", text) for text in sizes} == sizes
 
 
 def test_ages() -> None:

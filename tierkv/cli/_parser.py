@@ -10,8 +10,8 @@ from typing import Any, NoReturn, Self
 from tierkv.errors import unknown_name
 
 USAGE = 2
-_NEGATIVE = re.compile(r"-[0-9.]+")
-"""A value, not an option: what it is given to says what is wrong with it."""
+_NEGATIVE = re.compile(r"-\.?[0-9]")
+"""How a value below zero begins, -5 or -1d: what it is given to says what is wrong with it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,6 +22,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+        self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}\n")
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         for place, word in enumerate(words):
             if word == "--":
                 return self
-            if word.startswith("-") and word != "-" and not _NEGATIVE.fullmatch(word):
+            if word.startswith("-") and word != "-" and not _NEGATIVE.match(word):
                 self._check_option(word)
             elif commands:
                 if word not in commands:

@@ -33,8 +33,9 @@ Removes everything that tierkv has in a directory, or in one namespace of it; wh
 the directory. Refuses while an engine uses it. Asks on a terminal; elsewhere --yes is needed."""
 
 _AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h|d|w)?")
-_LIKE_AN_AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
+_LIKE_AN_AGE: Final = re.compile(r"-?([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 _UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+LEAST_BARE_NBYTES: Final = 1 << 20
 WIPED: Final = "wiped"
 MOST_NAMED: Final = 20
 """Files that could not be removed and are named; the others are counted."""
@@ -49,8 +50,9 @@ def add_gc_arguments(parser: argparse.ArgumentParser) -> None:
         help="also namespaces that no living engine reads and that were last used this long ago (7d, 12h)",
     )  # fmt: skip
     parser.add_argument(
-        "--capacity", metavar="SIZE", help="also the coldest that no living engine owns, down to this size (500GiB)"
-    )
+        "--capacity", metavar="SIZE",
+        help="also the coldest that no living engine owns, each slab as a whole, down to this size (500GiB)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object a line, the last one with the counts")
 
 
@@ -129,8 +131,21 @@ def parse_age(option: str, text: str) -> float:
     if match is None:
         like = _LIKE_AN_AGE.match(text.strip().lower())
         near = None if like is None else like[1] + ("min" if like[2] == "m" else like[2])
-        raise bad_setting(option, text, "a number and one of s, min, h, d and w", near, example="7d")
+        allowed = "a number, not below 0, and one of s, min, h, d and w"
+        raise bad_setting(option, text, allowed, near, example="7d")
     return float(match[1]) * _UNITS[match[2] or "s"]
+
+
+def parse_capacity(option: str, text: str) -> int:
+    """Bytes. Raises ConfigError, also for a small number without a unit: it was meant as GiB, and would take all."""
+    allowed = f"0, a size with a unit, or a whole number of bytes from {LEAST_BARE_NBYTES}"
+    number = text.strip().removeprefix("+")
+    if number.startswith("-"):
+        raise bad_setting(option, text, allowed, example="200GiB")  # not the nearest: 0 is all there is
+    nbytes = parse_size(option, text, low=0)
+    if nbytes < LEAST_BARE_NBYTES and number.strip("0.") and not number[-1].isalpha():
+        raise bad_setting(option, text, allowed, f"{number}GiB")
+    return nbytes
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
@@ -140,7 +155,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
     age, size = arguments.unread_for, arguments.capacity
     wish = Wish(
         None if age is None else parse_age("--unread-for", age),
-        None if size is None else parse_size("--capacity", size, low=0),
+        None if size is None else parse_capacity("--capacity", size),
     )
     tale = Tale(arguments.dry_run, arguments.json)
     with _opened(arguments) as root:

@@ -89,7 +89,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies", metavar="ORDERS", default=ORDERS, help=f"as in eviction_policy, commas between (default {ORDERS})"
     )
     add("--capacities", metavar="SIZES", default=CAPACITIES,
-        help=f"percent of the trace's different blocks, or sizes (default {CAPACITIES})")  # fmt: skip
+        help="percent of the trace's different blocks, or sizes (default %(default)s)")  # fmt: skip
     add("--memory", metavar="SIZE", default="5%", help="host memory, for two tiers and the advice (default 5%%)")
     add("--disk", metavar="SIZE", help="the disk below it (default: what reaches nine tenths of an endless cache)")
     add("--token-size", metavar="SIZE", help="bytes of KV cache a token, over all workers (default: the trace's)")
