@@ -117,6 +117,10 @@ def test_a_value_may_begin_like_an_option(tmp_path: Path, capsys: Capture) -> No
     assert "ROOT is '--no-such-root'" in capsys.readouterr().err
 
 
+TUNE = "tune --memory 50% --capacities 100% --policies lru --jobs 1"
+BENCH = "bench fs --chunks 64KiB --threads 1 --size 1MiB --rounds 1"
+
+
 def ended(*words: str, stdout: int, stderr: int = subprocess.PIPE) -> tuple[int, str]:
     """(exit code, what it said) of a process that writes there."""
     command = [sys.executable, "-m", "tierkv.cli", *words]
@@ -137,16 +141,26 @@ def test_a_reader_that_goes_ends_a_command_quietly(words: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("words", ["ls", "du"])
-def test_output_that_cannot_be_written_is_an_error(words: str, tmp_path: Path) -> None:
-    """One line, and not a second one from the interpreter."""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["ls", "du", "verify", "doctor", "gc", TUNE, TUNE + " --json", BENCH])
+def test_output_that_cannot_be_written_is_its_own_fault(
+    words: str, unbuffered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that says so, and not that the root is full; not a second one from the interpreter."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    place = tmp_path / "place"
+    if words.startswith("tune"):
+        place.write_text('{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n' * 3)
+    else:
+        place.mkdir()
+        (place / "tierkv.lock").touch()
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        code, said = ended(words, str(tmp_path), stdout=full)
+        code, said = ended(*words.split(), str(place), stdout=full)
     finally:
         os.close(full)
-    assert (code, len(said.splitlines())) == (1, 1)
-    assert "No space left on device" in said
+    command = " ".join(word for word in words.split()[:2] if not word.startswith("-"))
+    assert (code, said) == (1, f"tierkv {command}: standard output cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("words", ["ls", "du", "gc"])

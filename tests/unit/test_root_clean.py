@@ -8,6 +8,7 @@ import fcntl
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -676,6 +677,29 @@ def test_sizes_for_a_trim() -> None:
     """With a unit any size, without one what can only be bytes, and 0 in any form."""
     sizes = {"0": 0, "0.0": 0, "0GiB": 0, "10B": 10, "1 kib": 1024, "1048576": 1 << 20, " 5000000 ": 5_000_000}
     assert {text: parse_capacity("x", text) for text in sizes} == sizes
+
+
+def gc_into_a_full_disk(root: Path) -> tuple[int, str]:
+    """(exit code, what it said) of a process."""
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "tierkv.cli", "gc", str(root), "--json"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+async def test_gc_makes_room_though_its_output_is_full(
+    root: Path, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log on the full disk must not keep it full: all leaves, the owner's lock too, and the output is to blame."""
+    await dead(root, *range(8))
+    for i in range(8):
+        os.truncate(file_of(root, i), 10)
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    said = "tierkv gc: standard output cannot be written: No space left on device\n"
+    assert await asyncio.to_thread(gc_into_a_full_disk, root) == (1, said)
+    assert [path.name for path in files_under(root)] == ["tierkv.lock"]
 
 
 def test_ages() -> None:

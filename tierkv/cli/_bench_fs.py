@@ -17,6 +17,7 @@ from typing import Any, Final
 from tierkv._ports import uncancelled
 from tierkv._threads import Lane
 from tierkv.cli._bench_plan import BenchError, Cell, FSPlan, Measured, Round, Speeds, peak_nbytes_of, summary
+from tierkv.cli._output import OutputError
 from tierkv.errors import ConfigError, bad_setting
 from tierkv.protocols import TierContext
 from tierkv.sizes import format_size
@@ -69,6 +70,8 @@ def measure(plan: FSPlan, told: Callable[[Cell], None], measured: Callable[[Meas
             return _run(_measure(plan, folder, memory, told, measured))
         except TimeoutError:
             raise BenchError(f"{plan.root}: an empty tier was not writable after {_OPEN_S:.0f} s") from None
+        except (BrokenPipeError, OutputError):
+            raise  # of the report, not of the disk in question
         except OSError as error:
             raise BenchError(f"{plan.root}: {error.strerror or error}; what was written is removed") from None
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tierkv._extras import missing
 from tierkv.cli import _bench, _bench_device, _demo, _doctor, _root, _root_clean, _tune, _tune_plan
+from tierkv.cli._output import OutputError, output
 from tierkv.cli._parser import USAGE, Parser
 from tierkv.errors import ConfigError, TierKVError
 
@@ -27,15 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both ways to stop clean up after themselves
     try:
-        try:
+        with output():
             return _run(sys.argv[1:] if argv is None else argv)
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # a full disk behind it, or a reader that has gone, shows here and not after us
     except BrokenPipeError:
         _abandon_output()
         return UNREAD
-    except OSError as error:
+    except OutputError as error:
         print(f"tierkv: {error}", file=sys.stderr)
         _abandon_output()
         return WRONG
@@ -44,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str]) -> int:
     arguments = _parser().parse(argv)
     try:
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while the command's name is known
+        return code
     except TierKVError as error:
         print(f"{arguments.prog}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ConfigError) else WRONG

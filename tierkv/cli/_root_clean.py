@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from tierkv.cli._output import OutputError
 from tierkv.cli._root import NAMESPACE_LENGTH, digits, visible
 from tierkv.cli._words import counted
 from tierkv.errors import ConfigError, TierError, bad_setting
@@ -78,6 +79,8 @@ class Tale:
     nbytes: Counter[str] = field(default_factory=Counter)
     n_stay: int = 0
     n_spared: int = 0
+    unsaid: OutputError | None = None
+    """Why nothing more can be printed."""
 
     def tell(self, swept: Swept) -> None:
         """Count one file; print it where every file is a line."""
@@ -89,7 +92,7 @@ class Tale:
                 self.n[swept.why] += 1
                 self.nbytes[swept.why] += swept.found.charge_nbytes
                 if self.as_json and swept.why != WIPED:
-                    print(json.dumps({"place": place, "why": swept.why, "nbytes": swept.found.charge_nbytes}))
+                    self._say({"place": place, "why": swept.why, "nbytes": swept.found.charge_nbytes})
             case Fate.STAYS:
                 self.n_stay += 1
                 because = "" if swept.error is None else swept.error.strerror
@@ -97,6 +100,14 @@ class Tale:
                     print(f"{place} stays: {because}", file=sys.stderr)
             case Fate.SPARED:
                 self.n_spared += 1
+
+    def _say(self, row: dict[str, object]) -> None:
+        """Room is made all the same: the output may well go to the disk that is full."""
+        if self.unsaid is None:
+            try:
+                print(json.dumps(row))
+            except OutputError as error:
+                self.unsaid = error
 
     def counts(self, **more: object) -> dict[str, Any]:
         """As JSON."""
@@ -162,6 +173,8 @@ def run_gc(arguments: argparse.Namespace) -> int:
         garbage = Garbage(root, wish)
         for swept in garbage.collect(dry_run=arguments.dry_run):
             tale.tell(swept)
+    if tale.unsaid is not None:
+        raise tale.unsaid
     if arguments.json:
         by_reason = {why: {"n": tale.n[why], "nbytes": tale.nbytes[why]} for why in WHY if tale.n[why]}
         over = {"n_owners": garbage.n_ended, "left_over_nbytes": garbage.left_over_nbytes}
