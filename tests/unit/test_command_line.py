@@ -117,6 +117,20 @@ def test_a_value_may_begin_like_an_option(tmp_path: Path, capsys: Capture) -> No
     assert "ROOT is '--no-such-root'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["du", "du --json", "ls", "verify", "gc", "gc --json", "wipe --yes"])
+def test_a_directory_that_no_engine_has_used_is_no_empty_root(words: str, tmp_path: Path, capsys: Capture) -> None:
+    """One line says so, beside the answer, until anything of tierkv's lies there."""
+    (tmp_path / "notes.txt").touch()
+    command, *options = words.split()
+    assert main([command, str(tmp_path), *options]) == 0
+    assert capsys.readouterr().err == (
+        f"tierkv {command}: nothing in {tmp_path} is tierkv's: no engine has used this directory, or it was wiped\n"
+    )
+    (tmp_path / "tierkv.lock").touch()
+    assert main([command, str(tmp_path), *options]) == 0
+    assert capsys.readouterr().err == ""
+
+
 TUNE = "tune --memory 50% --capacities 100% --policies lru --jobs 1"
 BENCH = "bench fs --chunks 64KiB --threads 1 --size 1MiB --rounds 1"
 
@@ -131,6 +145,7 @@ def ended(*words: str, stdout: int, stderr: int = subprocess.PIPE) -> tuple[int,
 @pytest.mark.parametrize("words", ["ls", "du", "verify", "doctor", "gc"])
 def test_a_reader_that_goes_ends_a_command_quietly(words: str, tmp_path: Path) -> None:
     """Nothing is said, and the exit code is a shell's for SIGPIPE: 1 would say that the root is not right."""
+    (tmp_path / "tierkv.lock").touch()
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -166,6 +181,7 @@ def test_output_that_cannot_be_written_is_its_own_fault(
 @pytest.mark.parametrize("words", ["ls", "du", "gc"])
 def test_a_command_may_have_no_output_at_all(words: str, tmp_path: Path) -> None:
     """With its output closed it does its work."""
+    (tmp_path / "tierkv.lock").touch()
     script = f'exec "{sys.executable}" -m tierkv.cli {words} "$0" >&-'
     process = subprocess.run(["sh", "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")

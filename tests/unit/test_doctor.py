@@ -68,6 +68,29 @@ async def test_a_namespace_that_matches_nothing(root: Path, capsys: Capture) -> 
     assert any(re.fullmatch("first to leave: .* in 1 namespace that nobody alive reads", note) for note in notes)
 
 
+@pytest.mark.parametrize("why", ["sticky", "others' things", "ours alone"])
+async def test_a_directory_that_is_shared_is_not_to_be_closed(root: Path, capsys: Capture, why: str) -> None:
+    """It said chmod 700 of /tmp: the advice is a directory of the tier's own, unless this one is."""
+    async with opened(root) as tier:
+        await store(tier, chunk_of(1))
+    root.chmod(0o1777 if why == "sticky" else 0o777)
+    if why == "others' things":
+        (root / "somebody's").mkdir()
+    code, wrong, notes = doctor(root, capsys)
+    assert (code, wrong) == (0, [])
+    (note,) = [note for note in notes if "others can see or change" in note]
+    assert note.endswith("; chmod 700") if why == "ours alone" else note.endswith(f"its own, such as {root}/tierkv")
+
+
+@pytest.mark.parametrize("path", ["", "  "])
+def test_an_empty_path(path: str, capsys: Capture) -> None:
+    """A variable that nobody has set: it said that an engine would make it in the current directory."""
+    assert main(["doctor", path]) == 2
+    captured = capsys.readouterr()
+    said = "but must be the path of a directory; for example: /var/cache/tierkv"
+    assert (captured.out, captured.err) == ("", f"tierkv doctor: ROOT is {path!r}, {said}\n")
+
+
 def edit_page(root: Path, **changes: Any) -> None:
     (lock,) = root.glob("owner-*.lock")
     page = OwnerPage.unpack(lock.read_bytes())

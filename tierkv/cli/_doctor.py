@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tierkv.cli._words import OTHER, counted, lying
+from tierkv.errors import bad_setting
 from tierkv.sizes import format_size
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def examine(path: str, now_s: float) -> Iterator[Finding]:
     """Everything worth saying about a root. Raises ConfigError if nothing at all can be said."""
     from tierkv.tiers._fs.inspection import Root  # noqa: PLC0415 - needs the extra fs
 
+    if not path.strip():
+        raise bad_setting("ROOT", path, "the path of a directory", example="/var/cache/tierkv")
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -92,12 +95,18 @@ def _not_there(path: str) -> Iterator[Finding]:
 
 
 def _directory(path: str) -> Iterator[Finding]:
+    from tierkv.tiers._fs.inspection import is_ours  # noqa: PLC0415 - needs the extra fs
+
     found = os.stat(path)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         yield Finding(True, f"{path} is not readable and writable for uid {os.geteuid()}: it belongs to {found.st_uid}")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        yield Finding(False, f"{path} has mode {mode:o}: others can see or change KV caches in it; chmod 700")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        advice = "chmod 700"
+        if mode & stat.S_ISVTX or not all(map(is_ours, os.listdir(path))):
+            own = os.path.join(path, "tierkv")
+            advice = f"it is not tierkv's alone, so give the tier a directory of its own, such as {own}"
+        yield Finding(False, f"{path} has mode {mode:o}: others can see or change KV caches in it; {advice}")
     if found.st_uid != os.geteuid():
         yield Finding(
             False, f"{path} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: ask as the engine's user"

@@ -10,10 +10,10 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tierkv.cli._root_open import add_secret_arguments, opened
 from tierkv.cli._words import counted
 from tierkv.errors import bad_setting
 from tierkv.sizes import format_size, parse_size
@@ -63,22 +63,6 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", metavar="SIZE", help="read at most this many bytes a second")
     add_secret_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line, the last one with the counts")
-
-
-def add_secret_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the checksum key is, for commands that read chunks. Never the key itself: others can see arguments."""
-    parser.add_argument(
-        "--checksum-key-file", metavar="FILE", help="the engine's, to read chunks that were proven by it"
-    )
-    parser.add_argument("--checksum-key-env", metavar="NAME", help="the variable that has it instead")
-
-
-def _opened(arguments: argparse.Namespace) -> closing[Root]:
-    from tierkv.tiers._fs.inspection import Root  # noqa: PLC0415 - needs the extra fs
-    from tierkv.tiers._fs.secret import SecretSource  # noqa: PLC0415
-
-    source = SecretSource(getattr(arguments, "checksum_key_file", None), getattr(arguments, "checksum_key_env", None))
-    return closing(Root("ROOT", arguments.root, source.read("--checksum-key-file", "--checksum-key-env")))
 
 
 def _refuse_unknown(root: Root, prefix: str) -> None:
@@ -203,7 +187,7 @@ def run_du(arguments: argparse.Namespace) -> int:
     """Print the sums; always 0."""
     from tierkv.tiers._fs.unlisted import unlisted_slabs  # noqa: PLC0415 - needs the extra fs
 
-    with _opened(arguments) as root:
+    with opened(arguments) as root:
         usage = Usage(root.owners())
         usage.total_nbytes = sum(owner.charge_nbytes for owner in usage.owners)
         for found in root.files(slots=True):
@@ -240,7 +224,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     owner = digits("--owner", arguments.owner, 16)
     n_unreadable, now_s = 0, time.time()
-    with _opened(arguments) as root:
+    with opened(arguments) as root:
         _refuse_unknown(root, namespace)
         _refuse_unknown_owner(root, owner)
         if not arguments.json:
@@ -324,7 +308,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     part = _part("--sample", arguments.sample)
     pace = Pace(None if arguments.rate is None else parse_size("--rate", arguments.rate))
     counts: Counter[str] = Counter(verified=0, wrong=0, unlisted=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
-    with _opened(arguments) as root:
+    with opened(arguments) as root:
         _refuse_unknown(root, namespace)
         for found in root.files(namespace=namespace or None, slots=True):
             if found.kind is Kind.SLAB:

@@ -8,12 +8,12 @@ import re
 import sys
 import time
 from collections import Counter
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from tierkv.cli._output import OutputError
 from tierkv.cli._root import NAMESPACE_LENGTH, digits, visible
+from tierkv.cli._root_open import opened
 from tierkv.cli._words import counted
 from tierkv.errors import ConfigError, TierError, bad_setting
 from tierkv.sizes import format_size, parse_size
@@ -127,12 +127,6 @@ class Tale:
         return f"{verb} {counted(self.n.total(), 'file')}, {format_size(self.nbytes.total())}{more}"
 
 
-def _opened(arguments: argparse.Namespace) -> closing[Root]:
-    from tierkv.tiers._fs.inspection import Root  # noqa: PLC0415 - needs the extra fs
-
-    return closing(Root("ROOT", arguments.root))
-
-
 # -- gc ---------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +163,7 @@ def run_gc(arguments: argparse.Namespace) -> int:
         None if size is None else parse_capacity("--capacity", size),
     )
     tale = Tale(arguments.dry_run, arguments.json)
-    with _opened(arguments) as root:
+    with opened(arguments) as root:
         garbage = Garbage(root, wish)
         for swept in garbage.collect(dry_run=arguments.dry_run):
             tale.tell(swept)
@@ -199,7 +193,7 @@ def run_wipe(arguments: argparse.Namespace) -> int:
     from tierkv.tiers._fs.sweep import Census, orphans_of  # noqa: PLC0415 - needs the extra fs
 
     prefix = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
-    with _opened(arguments) as root:
+    with opened(arguments) as root:
         namespace = _one_namespace(root, prefix) if prefix else None
         there, by_owner = _survey(root, namespace)
         orphans = orphans_of(root, by_owner)

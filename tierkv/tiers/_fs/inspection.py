@@ -172,6 +172,10 @@ class Root:
 
     # -- what ---------------------------------------------------------------------------------------------------
 
+    def is_used(self) -> bool:
+        """Whether anything in it is tierkv's: an engine leaves its locks, whatever is evicted."""
+        return any(map(is_ours, names_in(self._fd)))
+
     def files(self, *, namespace: str | None = None, slots: bool = False) -> Iterator[Found]:
         """Everything in the tree but owners' files and our directories, as it lies; memory does not grow with it.
 
@@ -295,6 +299,11 @@ class Root:
             return fd
         os.close(fd)
         return None
+
+
+def is_ours(name: str) -> bool:
+    """Whether something that lies in a root itself has a name of tierkv's."""
+    return name == ROOT_LOCK or parse_owner_file(name) is not None or is_namespace_dir(name)
 
 
 def _lock_shared(fd: int) -> bool | None:
