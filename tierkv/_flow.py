@@ -44,12 +44,24 @@ class Flow(Moves):
         flight = self._flights[transfer_id] if not ended else self._flights.pop(transfer_id)
         if ended:
             self._door(flight.transfer).trying = False
+        if (transfer_id in self._late) is ended:
+            self._note_late(flight, is_late=not ended)
         if flight.transfer.kind is TransferKind.PROMOTE:
             self._finish_promote(flight, outcome, ended=ended)
         elif flight.transfer.kind is TransferKind.DELETE:
             self._finish_delete(flight, outcome, ended=ended)
         else:
             self._finish_write(flight, outcome, ended=ended)
+
+    def _note_late(self, flight: Flight, *, is_late: bool) -> None:
+        """What a transfer keeps of lower levels is not free soon, or is so again: a hanging one has ended after all."""
+        transfer, by = flight.transfer, 1 if is_late else -1
+        (self._late.add if is_late else self._late.discard)(transfer.id)
+        for index, entry in ((transfer.source, flight.source), (transfer.target, flight.target)):
+            if index and entry is not None:
+                self.levels[index].hang(entry.key, by)
+        if transfer.kind is TransferKind.DELETE:
+            self.levels[transfer.source].deleting_nbytes -= by * flight.source.charge_nbytes
 
     def finish_all(self, ends: Iterable[End]) -> None:
         """:meth:`finish` for many, in their order; writes that went well, and follow each other, are taken together."""
@@ -142,9 +154,8 @@ class Flow(Moves):
     def _finish_delete(self, flight: Flight, outcome: Outcome, *, ended: bool) -> None:
         level, entry = self.levels[flight.transfer.source], flight.source
         if not ended:
-            level.hanging.add(entry.key)
+            self._pump_up(level.index)
             return
-        level.hanging.discard(entry.key)
         level.deleting_nbytes -= entry.charge_nbytes
         if outcome.ok or outcome.status is Status.MISSING:
             self._free(level, entry)
@@ -288,7 +299,7 @@ class Flow(Moves):
             if taken:
                 level.waiting.popitem(last=False)
                 self._begin(level, waiting, taken[0])
-            elif charge <= level.ledger.capacity_nbytes and (level.leaving or level.demoting_nbytes):
+            elif charge <= level.ledger.capacity_nbytes and (level.is_clearing or level.demoting_nbytes):
                 break
             else:
                 level.waiting.popitem(last=False)

@@ -126,13 +126,13 @@ class LevelBooks:
         """Charges of waiting writes and of those under way."""
         self.leaving: dict[ChunkKey, Entry] = {}
         """GONE entries whose space is not free yet: until then nobody may write their key again."""
-        self.hanging: set[ChunkKey] = set()
-        """Those of them whose deletion is past its deadline."""
+        self.hanging: Counter[ChunkKey] = Counter()
+        """Copies and deletions past their deadline that touch a key's entry here: what they keep is not free soon."""
         self.stuck: OrderedDict[ChunkKey, Entry] = OrderedDict()
         """GONE entries whose deletion failed: still on the medium and charged, until a later write replaces them or a
         deletion succeeds."""
         self.deleting_nbytes = 0
-        """Charges whose deletion has been launched."""
+        """Charges whose deletion has been launched and is not past its deadline: they will be free soon."""
         self.demoting_nbytes = 0
         """Charges whose copy to the level below is under way: they will be droppable at once."""
         self.min_free_nbytes = 0
@@ -169,6 +169,17 @@ class LevelBooks:
     def is_deleting(self, key: ChunkKey) -> bool:
         """A copy is on its way out, and its end is near."""
         return key in self.leaving and key not in self.hanging
+
+    @property
+    def is_clearing(self) -> bool:
+        """Somebody is on his way out, and his end is near."""
+        return any(key not in self.hanging for key in self.leaving)
+
+    def hang(self, key: ChunkKey, by: int) -> None:
+        """One more copy or deletion hangs (1), or one has ended after all (-1)."""
+        self.hanging[key] += by
+        if not self.hanging[key]:
+            del self.hanging[key]
 
     def low_target(self) -> int:
         """Bytes to evict until ``low_water`` is free, from when less than ``high_water`` was.

@@ -36,6 +36,8 @@ class Moves:
         self._events: list[Event] = []
         self._outbox: deque[Transfer] = deque()
         self._flights: dict[int, Flight] = {}
+        self._late: set[int] = set()
+        """Those of them that are past their deadline."""
         self._last_id = 0
 
     # -- leaving ------------------------------------------------------------------------------------------------

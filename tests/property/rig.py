@@ -298,9 +298,21 @@ class Rig:
             ), "conservation (1)"
             index_now = {(index, e.key) for e in level.ledger if e.state is READY}
             assert index_now == {at for at in self.ready if at[0] == index}, "events tell the index (10)"
+            assert not index or not level.waiting or self.is_awaited(index), "nothing waits for what hangs (3)"
         self.check_bytes()
         for key in KEYS:
             assert self.h.find(key) == self.expected_find(key)
+
+    def is_awaited(self, index: int) -> bool:
+        """Writes that wait for a level will be told: it is not theirs to write yet, or something under way will end."""
+        level = self.h.levels[index]
+        told_to_wait = not level.writes.lets_through or not self.lowers[index - 1].writable
+        ending = [f.transfer for f in self.flying.values() if not f.past_deadline]
+        return (
+            told_to_wait
+            or any(index in (transfer.source, transfer.target) for transfer in ending)
+            or any(waiting.source_level == index for lower in level.lower for waiting in lower.waiting.values())
+        )
 
     def expected_find(self, key: ChunkKey) -> int:
         for index, level in enumerate(self.h.levels):

@@ -466,6 +466,48 @@ def test_a_deletion_that_hangs_is_not_waited_for() -> None:
     assert h.at_rest and not h.levels[1].hanging
 
 
+def test_no_write_waits_for_a_deletion_that_hangs() -> None:
+    """On a full disk: another chunk makes room, else the primary ends up pinned by writes that wait for ever.
+
+    https://github.com/vllm-project/vllm/issues/50031 (A12)
+    """
+    h = over(4, disk(4))
+    for name in "abcd":
+        store(h, chain(name, 1))
+        run(h)
+    store(h, chain("e", 1))
+    [deletion] = h.take_transfers()
+    h.finish(deletion.id, Outcome(deletion.chunk.key, Status.FAILED, Reason.DEADLINE), ended=False)
+    h.set_traffic(1, reads=Traffic.FLOWS, writes=Traffic.TRIAL)
+    for name in "ijklmn":
+        assert store(h, chain(name, 1)), "nothing keeps the primary"
+        run(h)
+    assert not h.levels[1].waiting and h.levels[1].ledger.quarantined_nbytes == SLOT
+    h.finish(deletion.id, Outcome(deletion.chunk.key, Status.OK))
+    run(h)
+    assert h.at_rest and not h.levels[1].hanging
+
+
+def test_a_read_that_hangs_is_not_waited_for() -> None:
+    """Its chunk was deleted and stored anew: the primary may let go of that although the old copy cannot be deleted."""
+    h = over(2, disk(8, writes=Writes.DEMOTE))
+    k = chain("k", 1)
+    for chunks in (k, chain("a", 1)):
+        store(h, chunks)
+        run(h)
+    h.reset([0])
+    h.promote(k)
+    [read] = h.take_transfers()
+    h.finish(read.id, Outcome(read.chunk.key, Status.FAILED, Reason.DEADLINE), ended=False)
+    h.delete(names(k))
+    assert store(h, k)
+    run(h)
+    assert store(h, chain("b", 1)), "the other slot is the read's until it ends"
+    h.finish(read.id, Outcome(read.chunk.key, Status.OK))
+    run(h)
+    assert h.at_rest and not h.levels[1].hanging
+
+
 def test_a_write_that_comes_late_is_undone() -> None:
     """A write past its deadline is a refusal; should it succeed after all, its file is deleted."""
     h = over(2, disk())
