@@ -149,6 +149,9 @@ class Catalogue:
             raise BadCatalogueError("another format, slot or namespace")
         if n_buckets < 1 or os.fstat(fd).st_size != PAGE_NBYTES * (1 + n_buckets):
             raise BadCatalogueError("length")
+        disk = os.fstatvfs(fd)
+        if 0 < 2 * disk.f_blocks * disk.f_frsize < (n_buckets - 1) * ROWS_A_BUCKET * 2 // 3 * slot_nbytes:
+            raise BadCatalogueError("more slots than the file system could have")
         self.n_buckets: int = n_buckets
         self.nbytes = PAGE_NBYTES * (1 + n_buckets)
         self._fd = fd

@@ -211,6 +211,8 @@ def unpack_header(page: memoryview, *, sums: Sums = PLAIN) -> Header:
         raise BadHeaderError("no checksum key was used" if sums.is_keyed else "its checksum has a key")
     if not hmac.compare_digest(page[_SUM_AT:], sums.of_header(page)):
         raise BadHeaderError("header checksum")
+    if not 0 < n_key <= MAX_KEY_NBYTES or n_key + n_parent + n_tenant > _VARIABLE_NBYTES:
+        raise BadHeaderError("a key or a name longer than can be")
     at_parent = _FIXED.size + n_key
     at_tenant = at_parent + n_parent
     key = ChunkKey(bytes(page[_FIXED.size : at_parent]))

@@ -7,11 +7,13 @@ so none outlives a process that was killed.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import logging
 import os
 import stat
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final, NamedTuple
@@ -23,7 +25,7 @@ import xxhash
 from tierkv.tiers._fs.catalogue import STAMP_NBYTES
 from tierkv.tiers._fs.dirs import unlink_quietly
 from tierkv.tiers._fs.file_io import Tally
-from tierkv.tiers._fs.format import LEAVES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
+from tierkv.tiers._fs.format import LEAVES, MAX_KEY_NBYTES, N_LEAVES, PAGE_NBYTES, VERSION, padded_nbytes
 from tierkv.types import Chunk, ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -38,6 +40,11 @@ _SLAB = struct.Struct(f"<HQ{STAMP_NBYTES}s")
 _ENTRY = "<BBBxHHIIIIqQ{key}s{parent}s"
 _COLUMNS = "<BxBxH6xIII16x{key}s{parent}x"
 """Of an entry what the books need: length of the key, flags, id, pages, slot, row, key."""
+_MOST_TENANT_NBYTES: Final = 2 + 0xFFFF
+_MOST_TENANTS: Final = 0xFFFF
+"""Chunks of others are nobody's after a restart, as those are of which no index tells."""
+_AT_ID: Final = 4
+_AT_TENANT: Final = 6
 _PARTIAL: Final = 1
 _HAS_PARENT: Final = 2
 _IN_SLAB: Final = 4
@@ -144,9 +151,10 @@ def pack_index(
     digest: bytes,
 ) -> bytes:  # fmt: skip
     """The whole file; ``entries`` are coldest first."""
-    tenants: dict[str, int] = {}
+    tenants = {"": 0}
     for entry in entries:
-        tenants.setdefault(entry.chunk.tenant, len(tenants))
+        if len(tenants) < _MOST_TENANTS:
+            tenants.setdefault(entry.chunk.tenant, len(tenants))
     n_key = max((len(e.chunk.key) for e in entries), default=0)
     n_parent = max((len(e.chunk.parent or b"") for e in entries), default=0)
     slots = {owner: slot for slot, owner in enumerate(covers)}
@@ -164,7 +172,7 @@ def pack_index(
         parent = chunk.parent or b""
         flags = _PARTIAL * chunk.partial | _HAS_PARENT * (chunk.parent is not None) | _IN_SLAB * (slot is not None)
         out += entry_struct.pack(
-            len(chunk.key), len(parent), flags, slots[owner], tenants[chunk.tenant], chunk.group,
+            len(chunk.key), len(parent), flags, slots[owner], tenants.get(chunk.tenant, 0), chunk.group,
             nbytes // PAGE_NBYTES, slot or 0, row, chunk.end_token, chunk.nbytes,
             chunk.key, parent,
         )  # fmt: skip
@@ -195,8 +203,36 @@ def unpack_index(data: bytes, digest: bytes) -> Index:
     layout, columns = (struct.Struct(text.format(key=n_key, parent=n_parent)) for text in (_ENTRY, _COLUMNS))
     if len(body) - at != n_entries * layout.size:
         raise BadIndexError("length")
+    if n_entries:
+        _refuse_strange(data[:-_SUM_NBYTES], at, layout.size, n_key=n_key, n_ids=n_ids, n_tenants=n_tenants)
     stamps = {(owners[i], slot_nbytes): stamp for i, slot_nbytes, stamp in slabs}
     return Index(owners, times, stamps, tenants, _Entries(layout, columns, body[at:]))
+
+
+def _most_nbytes(head: bytes) -> int:
+    """How long an index with this head can be. Raises struct.error."""
+    _, _, n_ids, n_tenants, n_slabs, n_key, n_parent, _, n_entries = _HEAD.unpack(head)
+    lists_nbytes: int = 8 * n_ids + _TIMES.size + n_slabs * _SLAB.size + n_tenants * _MOST_TENANT_NBYTES
+    entries_nbytes: int = n_entries * struct.calcsize(_ENTRY.format(key=n_key, parent=n_parent))
+    return _HEAD.size + lists_nbytes + entries_nbytes + _SUM_NBYTES
+
+
+def _refuse_strange(data: bytes, first: int, size: int, *, n_key: int, n_ids: int, n_tenants: int) -> None:
+    """Raises BadIndexError for a key of a length that none has, or a number of an id or tenant that is none.
+
+    By columns of the bytes from ``first`` on, a few steps of C for all entries: there may be a million.
+    """
+    lengths = data[first::size]
+    if min(lengths) < 1 or max(lengths) > min(n_key, MAX_KEY_NBYTES):
+        raise BadIndexError("a key's length")
+    for at, n in ((first + _AT_ID, n_ids), (first + _AT_TENANT, n_tenants)):
+        numbers = bytearray(2 * len(lengths))
+        numbers[0::2], numbers[1::2] = data[at::size], data[at + 1 :: size]
+        column = array.array("H", bytes(numbers))
+        if sys.byteorder == "big":
+            column.byteswap()
+        if max(column) >= n:
+            raise BadIndexError("an id or a tenant that is not listed")
 
 
 async def save_index(root_fd: int, owner: str, data: bytes, executor: Executor) -> None:
@@ -246,9 +282,11 @@ def read_index(root_fd: int, owner: str, digest: bytes, *, remove: bool) -> Inde
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise BadIndexError("not a regular file")
+        if os.fstat(fd).st_size > _most_nbytes(os.pread(fd, _HEAD.size, 0)):
+            raise BadIndexError("length")  # whoever made it as long as he likes gets no memory for it
         with os.fdopen(fd, "rb", closefd=False) as file:
             return unpack_index(file.read(), digest)
-    except (OSError, struct.error, ValueError, IndexError) as error:
+    except (OSError, struct.error, ValueError, IndexError, MemoryError) as error:
         raise BadIndexError(str(error)) from None
     finally:
         os.close(fd)

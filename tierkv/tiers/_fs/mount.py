@@ -200,7 +200,8 @@ class Mount:
                 chunk = ordered.get(key) or Chunk(ChunkKey(key))
                 slab = None if held.at is None else slabs.get((ids[held.number], held.nbytes))
                 row = 0 if slab is None or held.at is None else slab.row_in(held.at)
-                entries.append(IndexEntry(ids[held.number], held.nbytes, chunk, held.at, row))
+                if row is not None:  # else it is not where the books say, which nobody has found out yet
+                    entries.append(IndexEntry(ids[held.number], held.nbytes, chunk, held.at, row))
         stamps = {which: at for which, slab in slabs.items() if (at := slab.catalogue.stamp_at_rest()) is not None}
         data = pack_index(covers, leaf_times_ns(self._namespace_fd), stamps, entries, self._digest)
         more_nbytes = padded_nbytes(len(data)) - self._index_room_nbytes

@@ -125,9 +125,9 @@ class Slab:
             self._settle_the_rest()
             return True
 
-    def row_in(self, slot: int) -> int:
-        """The line of a taken slot's row."""
-        return self._lines[slot]
+    def row_in(self, slot: int) -> int | None:
+        """The line of a taken slot's row; None if there is no such slot, or it has none."""
+        return None if slot >= self.n_slots or self._lines[slot] == _NO_ROW else self._lines[slot]
 
     def _settle_the_rest(self) -> None:
         """All rows are known. Caller holds the lock."""

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tierkv.tiers._fs.catalogue import (
@@ -85,15 +85,16 @@ class SlabFiles:
         """
         slab = open_regular(slab_name(owner, slot_nbytes, SLAB), self.dir_fd)
         found = os.fstat(slab.fd)
-        n_there = found.st_size // slot_nbytes
+        # Somebody may have made it as long as he likes; so many slots can have something in them.
+        n_slots = max(1, n_slots, found.st_blocks * 512 // slot_nbytes)
         rows: list[tuple[ChunkKey, int, float]] = []
-        for slot in range(n_there):
+        for slot in _with_data(slab.fd, slot_nbytes, n_slots):
             if stopped():
                 raise OSError(errno.ECANCELED, "the tier closes")
             header = header_at(slab.fd, slot * slot_nbytes, self.sums)
             if header is not None and header.namespace_digest == self.digest:
                 rows.append((header.chunk.key, slot, found.st_mtime))  # no slot tells its time: none is younger
-        self._write_catalogue(owner, slot_nbytes, max(1, n_slots, n_there), rows)
+        self._write_catalogue(owner, slot_nbytes, n_slots, rows)
         _log.warning("slab of owner %s: its catalogue was lost and written anew with %d chunks", owner, len(rows))
         return self.open(owner, slot_nbytes)
 
@@ -184,6 +185,22 @@ def header_at(fd: int, offset: int, sums: Sums) -> Header | None:
     with contextlib.suppress(BadHeaderError):
         return unpack_header(memoryview(page), sums=sums) if len(page) == HEADER_NBYTES else None
     return None
+
+
+def _with_data(fd: int, slot_nbytes: int, n_slots: int) -> Iterator[int]:
+    """Slots that are no holes. Raises OSError."""
+    at = 0
+    while at < n_slots * slot_nbytes:
+        try:
+            at = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # holes to its end
+                return
+            raise
+        slot = at // slot_nbytes
+        if slot < n_slots:
+            yield slot
+        at = (slot + 1) * slot_nbytes
 
 
 def _make_private(fd: int) -> None:

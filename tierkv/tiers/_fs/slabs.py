@@ -194,7 +194,7 @@ class Slabs:
             self._open_to_read(owner, self._usual_nbytes)
         for slab in list(self._slabs.get(owner, {}).values()):
             row = slab.catalogue.find(key)
-            if row is not None:
+            if row is not None and slab.covers(row.slot):
                 return Berth(slab, row)
         return None
 
