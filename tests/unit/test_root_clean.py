@@ -400,6 +400,23 @@ async def test_a_trim_that_spares_the_slab_spares_its_catalogue(root: Path, caps
         assert await fetch(tier, chunk_of(2)) == [Status.OK]
 
 
+async def test_a_slab_is_as_warm_as_its_latest_row(root: Path, capsys: Capture) -> None:
+    """The one that was only read lately stays, with its catalogue; the one that was written after it leaves."""
+    places = []
+    for namespace in (NAMESPACE, OLD):
+        async with opened(root, 40, layout="slab", ctx=context(namespace=namespace)) as tier:
+            await store(tier, chunk_of(1))
+        (slab,) = (root / namespace_digest(namespace).hex()).glob("*.slab")
+        places.append(slab)
+    for slab, written_s, read_s in zip(places, (9.0, 8.0), (1.0, 8.0), strict=True):
+        for path, ago_s in ((slab, written_s), (slab.with_suffix(".slots"), read_s)):
+            os.utime(path, (time.time() - ago_s * DAY_S,) * 2)
+    kept, gone = places
+    done, _ = gc(root, capsys, "--capacity", f"{occupied(root, capsys) - 1}B")
+    assert set(done) == {gone.name, gone.with_suffix(".slots").name}
+    assert kept.exists() and kept.with_suffix(".slots").exists()
+
+
 # -- wipe -------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tierkv.tiers._fs.catalogue import SLAB, SLOTS
@@ -51,11 +51,16 @@ class _Sums:
     newest_s: dict[str, float] = field(default_factory=dict)
     """By namespace: when its latest chunk was written or read."""
     ids: set[str] = field(default_factory=set)
+    row_s: dict[str, float] = field(default_factory=dict)
+    """By slab: when a row of its catalogue was last written, as it is when a chunk is read."""
 
     def count(self, found: Found) -> None:
         self.total_nbytes += found.charge_nbytes
         if found.name is not None:
             self.ids.add(found.name.owner)
+        slab = _slab_of(found)
+        if slab is not None:
+            self.row_s[slab] = found.mtime_s
         if found.kind in _KEPT:
             self.newest_s[found.namespace] = max(found.mtime_s, self.newest_s.get(found.namespace, -math.inf))
 
@@ -79,6 +84,7 @@ class Garbage:
         self._orphans = orphans_of(root, sums.ids, sleep)
         self._owners = root.owners()
         self._census = Census(self._owners, self._orphans)
+        self._row_s = sums.row_s
         self._total_nbytes = sums.total_nbytes + sum(owner.charge_nbytes for owner in self._owners)
         unread = self._census.read_by_nobody
         now_s, age_s = time.time(), wish.unread_for_s
@@ -139,7 +145,8 @@ class Garbage:
             if slab is not None:
                 catalogues[slab] = found
                 continue
-            for kept in coldest.add(found, excess_nbytes):
+            used_s = max(found.mtime_s, self._row_s.get(found.place, -math.inf))
+            for kept in coldest.add(replace(found, mtime_s=used_s), excess_nbytes):
                 self._stays(kept, left)
         for found, leaves in coldest.take(excess_nbytes):
             if leaves:
