@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.fs_kit import LONGEST, STRIDE, context, opened
+from tests.faults.disks import ext4_disk
+from tests.fs_kit import LONGEST, STRIDE, chunk_of, context, opened, store
 from tierkv.errors import ConfigError
 from tierkv.tiers._fs.wishes import least_capacity_nbytes
 from tierkv.tiers.fs import FSTier
@@ -97,10 +98,10 @@ async def test_capacity_under_one_chunk(tmp_path: Path, of_the_level: bool) -> N
         assert tier.share_nbytes() == tier.charge_nbytes(LONGEST)
 
 
-async def test_more_free_than_the_disk_has(tmp_path: Path) -> None:
-    """With it nothing could ever be stored, in silence; what the disk has but for one chunk is taken."""
+async def test_more_free_than_the_disk_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With it nothing could ever be stored, in silence; what the disk has but for one chunk is taken, with a word."""
     found = os.statvfs(tmp_path)
-    most = found.f_blocks * found.f_frsize - least_capacity_nbytes(LONGEST)
+    most = (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize - least_capacity_nbytes(LONGEST)
     for nbytes in (most + 1, found.f_blocks * found.f_frsize, 500 << 40):
         tier = FSTier(tmp_path / "root", capacity="1MiB", min_free=nbytes)
         with pytest.raises(
@@ -111,6 +112,29 @@ async def test_more_free_than_the_disk_has(tmp_path: Path) -> None:
         assert not (tmp_path / "root").exists()
     async with opened(tmp_path / "root", capacity="1MiB", min_free=most):
         pass  # the disk may be full for now: that is no mistake
+    said = [record.getMessage() for record in caplog.records if "no room for a chunk" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("fs: ") and "min_free leaves" in said[0]
+    caplog.clear()
+    async with opened(tmp_path / "root", capacity="1MiB", min_free=0):
+        assert "no room" not in caplog.text
+
+
+@pytest.mark.parametrize("layout", ["files", "slab"])
+async def test_what_is_set_aside_for_root_is_not_free_for_us(tmp_path: Path, layout: str) -> None:
+    """An ext4 keeps a twentieth back: a little below its whole size was taken, and no chunk ever stored."""
+    with ext4_disk(tmp_path / "disk") as disk:
+        found = os.statvfs(disk.path)
+        assert found.f_bavail < found.f_bfree
+        least = least_capacity_nbytes(LONGEST, in_slab=layout == "slab")
+        most = (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize - least
+        tier = FSTier(disk.path / "root", capacity="1MiB", min_free=most + 1, layout=layout)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"^fs\.min_free is {most + 1}, .*; nearest valid value: {most}$"):
+            await tier.open(context())
+        await tier.aclose()
+        directories_nbytes = 64 << 10
+        settings: dict[str, Any] = {"min_free": most - directories_nbytes, "layout": layout}
+        async with opened(disk.path / "root", capacity="1MiB", **settings) as tier:
+            await store(tier, chunk_of(1))
 
 
 async def test_a_root_on_a_read_only_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

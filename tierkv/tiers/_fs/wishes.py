@@ -61,15 +61,17 @@ class Wishes:
         found = os.fstatvfs(root_fd)
         if self.min_free_nbytes is None:
             return default_min_free_nbytes(found)
-        disk_nbytes = found.f_blocks * found.f_frsize  # 0 where a file system does not tell
+        # Less what is set aside for root, of which we get nothing; 0 where a file system does not tell.
+        disk_nbytes = (found.f_blocks - found.f_bfree + found.f_bavail) * found.f_frsize if found.f_blocks else 0
         least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=self.layout == "slab")
         if self.min_free_nbytes > disk_nbytes - least >= 0:  # on a smaller disk it is the root that is wrong
-            allowed = f"less than the {disk_nbytes} bytes of the file system by the {least} of one chunk"
+            allowed = f"less than the {disk_nbytes} bytes that the file system has for us by the {least} of one chunk"
             raise bad_setting(f"{name}.min_free", self.min_free_nbytes, allowed, max(0, disk_nbytes - least))
         return self.min_free_nbytes
 
     def root_capacity_nbytes(self, name: str, ctx: TierContext, root_fd: int, ours_nbytes: int) -> int:
         """What was asked for, or half of what is free or ours. Raises ConfigError where that holds no chunk."""
+        self._warn_if_full(name, ctx, root_fd, ours_nbytes)
         asked = [n for n in (self.capacity_nbytes, ctx.capacity_nbytes) if n]
         if asked:
             return min(asked)
@@ -84,6 +86,17 @@ class Wishes:
             format_size(free_nbytes), format_size(ours_nbytes), os.path.realpath(self.root),
         )  # fmt: skip
         return capacity
+
+    def _warn_if_full(self, name: str, ctx: TierContext, root_fd: int, ours_nbytes: int) -> None:
+        """Say so where nothing can be stored before somebody tidies up: a tier that is merely empty says nothing."""
+        found = os.fstatvfs(root_fd)
+        free_nbytes = found.f_bavail * found.f_frsize
+        kept_nbytes = default_min_free_nbytes(found) if self.min_free_nbytes is None else self.min_free_nbytes
+        least = least_capacity_nbytes(ctx.chunk_nbytes, in_slab=self.layout == "slab")
+        if free_nbytes + ours_nbytes < kept_nbytes + least:
+            sizes = map(format_size, (free_nbytes, ours_nbytes, kept_nbytes))
+            told = "%s: no room for a chunk on %s: %s are free and %s ours, of which min_free leaves %s to others"
+            _log.warning(told, name, os.path.realpath(self.root), *sizes)
 
 
 def least_capacity_nbytes(chunk_nbytes: int, *, in_slab: bool = False) -> int:
