@@ -6,7 +6,7 @@ finds a chunk, in whatever process, knows what it must be. A life says
 - ``+ WHEN KEY`` when the disk level's stored event came, ``- WHEN KEY`` when its removed event came, before the file
   goes; what another owner wrote is left out;
 - ``open WHEN`` before an open;
-- ``ready CALLS CHUNKS`` when an open has ended: system calls on the root, and chunks found there;
+- ``ready CALLS DIRECTORIES`` when an open has ended: system calls of its own on the root, and directories found there;
 - ``done`` when a life that waits for its end has nothing else to do;
 - ``wrong KEY`` if a load gave other bytes than those that were stored.
 """
@@ -14,6 +14,7 @@ finds a chunk, in whatever process, knows what it must be. A life says
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -71,8 +72,10 @@ class Life:
         self, diary: Diary, root: str, capacity: int, counter: int, namespace: str = NAMESPACE.decode(), **settings: Any
     ) -> None:
         self._diary = diary
+        self._root = root
         self.tier = FSTier(root, capacity=capacity, min_free=0, **settings)
         self._calls = Rule(Faults.attach(), counter)
+        self._calls.only_here()  # not what a neighbour on the root does meanwhile
         self._n_before = self._calls.n_seen
         diary.say("open", time.monotonic_ns())
         self.cache = TieredCache(
@@ -94,7 +97,8 @@ class Life:
     async def ready(self) -> None:
         """Until the disk level takes writes."""
         await scanned(self.tier)
-        self._diary.say("ready", self._calls.n_seen - self._n_before, self.tier.usage()["n_chunks"])
+        n_calls = self._calls.n_seen - self._n_before
+        self._diary.say("ready", n_calls, sum(1 for _ in os.walk(self._root)))
 
     async def store(self, conversation: int, depth: int = DEPTH) -> None:
         tokens = [conversation] * depth

@@ -58,6 +58,9 @@ _NBYTES: Final = _HEAD.size + _N_RULES * _RULE.size
 _SHIFT_AT: Final = 16
 _HANG_AT: Final = 32
 _COUNTS_AT: Final = 56
+_NOBODY: Final = 0xFFFFFFFF
+_PID_AT: Final = 84
+"""Places in the table and, but for the first, in a rule."""
 
 
 def need(met: bool, what: str) -> None:
@@ -121,6 +124,7 @@ class Faults:
         first: int = 1,
         count: int = 0,
         within: tuple[int, int] = (0, 0),
+        claimed: bool = False,
     ) -> Rule:
         """From now on these calls (all kinds, if none is named) on paths with this part in them go wrong.
 
@@ -139,13 +143,14 @@ class Faults:
             first: the first call that matches and is struck, counted from 1.
             count: how many are struck from then on; 0 is all.
             within: first byte of the file, and the first behind: only reads and writes that touch one of these.
+            claimed: nobody's calls match until a process says :meth:`Rule.only_here`.
         """
         if len(os.fsencode(path)) >= _PATH_NBYTES:
             raise ValueError(f"at most {_PATH_NBYTES - 1} bytes of path")
         bits = sum(1 << KINDS.index(call) for call in calls or KINDS)
         packed = _RULE.pack(
             0, bits, error, -1 if at_most is None else at_most, after, flip, int(delay_s * 1e6), hang, kill, first,
-            count, 0, 0, 0, log, 0, *within, path.encode(),
+            count, 0, 0, 0, log, _NOBODY if claimed else 0, *within, path.encode(),
         )  # fmt: skip
         for i in range(_N_RULES):
             at = _HEAD.size + i * _RULE.size
@@ -207,6 +212,10 @@ class Rule:
     def let_go(self) -> None:
         """What hangs goes on, and nothing hangs any more."""
         struct.pack_into("=I", self._faults._table, self.at + _HANG_AT, 0)
+
+    def only_here(self) -> None:
+        """From now on no other process's calls match."""
+        struct.pack_into("=I", self._faults._table, self.at + _PID_AT, os.getpid())
 
     def remove(self) -> None:
         self._faults._table[self.at] = 0

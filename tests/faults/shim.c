@@ -47,7 +47,8 @@ struct rule {
     uint32_t kill;        /* the process ends by SIGKILL: in front of the call, or behind it */
     uint64_t first, count; /* which of the calls that match, from 1; a count of 0: all from the first on */
     uint64_t n_seen, n_struck, n_waiting;
-    uint32_t log, spare;   /* calls that are struck are written down before they are made */
+    uint32_t log;         /* calls that are struck are written down before they are made */
+    uint32_t pid;         /* only this process's calls; 0: everybody's */
     uint64_t start, end;   /* bytes of the file that a read or write must touch; an end of 0: any, and any other call */
     char path[160];
 };
@@ -118,7 +119,7 @@ static struct rule *strike(enum kind kind, const char *path, off64_t offset, ssi
         struct rule *rule = &table->rules[i];
         if (!__atomic_load_n(&rule->active, __ATOMIC_ACQUIRE) || !(rule->kinds & kind) || !strstr(path, rule->path))
             continue;
-        if (!touches(rule, offset, nbytes))
+        if (!touches(rule, offset, nbytes) || (rule->pid && rule->pid != (uint32_t)getpid()))
             continue;
         uint64_t call = __atomic_add_fetch(&rule->n_seen, 1, __ATOMIC_RELAXED);
         if (call < rule->first || (rule->count && call >= rule->first + rule->count))

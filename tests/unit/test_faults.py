@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +16,12 @@ from tests import leaks
 from tests.faults import Faults, in_child
 from tests.faults.disks import ext4_disk, small_disk, unprivileged
 from tierkv.tiers._fs import holes
+
+
+def _read_elsewhere(file: str) -> None:
+    """By another process that has the same rules."""
+    read = "import os, sys; os.pread(os.open(sys.argv[1], os.O_RDONLY), 8, 0)"
+    subprocess.run([sys.executable, "-c", read, file], check=True)
 
 
 async def _every_fault(faults: Faults, folder: str) -> None:
@@ -46,6 +54,15 @@ async def _every_fault(faults: Faults, folder: str) -> None:
     assert os.pread(fd, 4, 4) == b"Efgh" and os.pread(fd, 2, 0) == b"AB"
     assert part.n_seen == 1
     part.remove()
+
+    ours = faults.add("read", path="/file", claimed=True)
+    os.pread(fd, 8, 0)
+    assert ours.n_seen == 0, "nobody's yet"
+    ours.only_here()
+    os.pread(fd, 8, 0)
+    _read_elsewhere(file)
+    assert ours.n_seen == 1, "not another process's"
+    ours.remove()
 
     full = faults.add("size", path="/file", error=errno.ENOSPC)
     for allocate in (holes.allocate, os.posix_fallocate):
