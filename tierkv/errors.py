@@ -10,6 +10,7 @@ from typing import Final
 
 _LIKENESS: Final = 0.65
 """Part that two names have in common, as difflib counts it, from which on one may be a slip of the other."""
+_LONGEST_VALUE: Final = 500
 
 
 class TierKVError(Exception):
@@ -77,7 +78,7 @@ def bad_setting(
     """
     hint = "" if nearest is None else f"; nearest valid value: {nearest}"
     hint += "" if example is None or hint else f"; for example: {example}"
-    return ConfigError(f"{option} is {value!r}, but must be {allowed}{hint}")
+    return ConfigError(f"{option} is {_shown(value)}, but must be {allowed}{hint}")
 
 
 def unknown_setting(option: str, where: str, known: Iterable[str]) -> ConfigError:
@@ -85,7 +86,7 @@ def unknown_setting(option: str, where: str, known: Iterable[str]) -> ConfigErro
     names = sorted(known)
     near = closest(option, names)
     return ConfigError(
-        f"{where} has no option {option!r}; it knows {', '.join(names)}"
+        f"{where} has no option {_shown(option)}; it knows {', '.join(names)}"
         + (f"; nearest valid option: {near}" if near else "")
     )
 
@@ -97,6 +98,15 @@ def unknown_name(noun: str, name: str, known: Iterable[str]) -> str:
     return f"there is no {noun} {name!r}; there are {', '.join(names)}" + (
         f"; nearest valid {noun}: {near}" if near else ""
     )
+
+
+def _shown(value: object) -> str:
+    """As Python writes it, if that is not too long for a sentence."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - an integer of thousands of digits, a list in itself: it is wrong, whatever it is
+        return f"{type(value).__name__} that cannot be shown"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 def closest(text: str, names: Iterable[str]) -> str | None:

@@ -79,7 +79,7 @@ def test_what_is_near_no_size_has_no_nearest(value: object) -> None:
     """A guess would send people to a value that they never meant."""
     with pytest.raises(ConfigError) as refused:
         parse_size("capacity", value)
-    assert str(refused.value).startswith(f"capacity is {value!r}, but must be ")
+    assert str(refused.value).startswith(f"capacity is {value!r}, but must be "[:400])
     assert str(refused.value).endswith("from 1 B to 8 EiB")
 
 
@@ -184,3 +184,18 @@ def test_seconds_that_are_taken() -> None:
     taken = [parse_seconds("ttl_s", value) for value in (0, 3600, 0.25)]
     assert taken == [0.0, 3600.0, 0.25]
     assert all(type(value) is float for value in taken)
+
+
+@pytest.mark.parametrize(
+    "value", ["8" * 100_000 + "Gib", [[]] * 10_000, 10**10_000, -(10**10_000)], ids=["text", "list", "large", "small"]
+)
+def test_a_value_as_long_as_somebody_likes_is_one_short_sentence(value: object) -> None:
+    """Shown as far as it tells something; an integer of more digits than Python writes is refused like any other."""
+    for parse in (
+        lambda: parse_size("x", value),
+        lambda: parse_count("x", value, 1, 9),
+        lambda: parse_seconds("x", value),
+    ):
+        with pytest.raises(ConfigError, match=r"^x is .{1,503}, but must be") as caught:
+            parse()
+        assert len(str(caught.value)) < 1500

@@ -11,6 +11,7 @@ import pytest
 
 from tests.patience import PATIENCE_S
 from tierkv.errors import ConfigError
+from tierkv.vllm._secondary_options import parse_secondary
 from tierkv.vllm.options import (
     Options,
     TierOptions,
@@ -252,3 +253,10 @@ def test_a_relative_root_dir_is_resolved_once(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     options = parse_options({"cpu_bytes_to_use": "1MiB", "secondary_tiers": [{"type": "fs", "root_dir": "./kv/../kv"}]})
     assert options.tiers[0].root_dir == str(tmp_path / "kv")
+
+
+@pytest.mark.parametrize("writes", [[], {}, ["cascade"], 5, "demote"], ids=repr)
+def test_a_tier_below_vllms_own_manager_takes_no_other_writes(writes: object) -> None:
+    """Whatever was written there: a list was a TypeError without the option's name."""
+    with pytest.raises(ConfigError, match=r"tiers\[0\]\.writes is .* nearest valid value: cascade"):
+        parse_secondary("tiers[0]", {"root_dir": "/nowhere/kv", "writes": writes})

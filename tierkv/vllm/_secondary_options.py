@@ -42,7 +42,7 @@ def parse_secondary(where: str, raw: Mapping[str, Any]) -> SecondaryOptions:
         ConfigError: the first wrong setting, in one sentence.
     """
     get = Reader(raw, where)
-    if raw.get("writes") not in {None, "cascade"}:
+    if raw.get("writes") not in (None, "cascade"):
         why = '"cascade" or left out: vLLM\'s manager writes to each tier when a chunk is stored'
         raise bad_setting(f"{where}.writes", raw["writes"], why, "cascade")
     kind = raw.get("tier", "fs")
