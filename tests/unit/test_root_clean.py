@@ -36,8 +36,8 @@ from tests.patience import PATIENCE_S
 from tests.toys import STRIDE, ToyChunker, buffers, payload, prompt
 from tierkv import CPUTier, Level, TieredCache
 from tierkv.cli import _root_clean
+from tierkv.cli._amounts import parse_age, parse_capacity, parse_rate
 from tierkv.cli._main import _parser, main
-from tierkv.cli._root_clean import parse_age, parse_capacity
 from tierkv.errors import ConfigError
 from tierkv.policies import LRU
 from tierkv.tiers._fs import inspection as _fs_inspect
@@ -626,13 +626,16 @@ async def test_links_are_not_followed_out_of_the_root(
     ("arguments", "sentence"),
     [
         (["gc", "missing"], "ROOT is 'missing', but must be a directory that can be read"),
-        (["gc", ".", "--unread-for", "soon"], "not below 0, and one of s, min, h, d and w; for example: 7d"),
+        (["gc", ".", "--unread-for", "soon"], "0, or a number and one of s, min, h, d and w; for example: 7d"),
         (["gc", ".", "--unread-for", "12 hours"], "--unread-for is '12 hours', but must be "),
         (["gc", ".", "--unread-for", "12 hours"], "; nearest valid value: 12h"),
-        (["gc", ".", "--unread-for", "-1d"], "--unread-for is '-1d', but must be a number, not below 0, and one of"),
-        (["gc", ".", "--unread-for", "-1d"], "; nearest valid value: 1d"),
-        (["gc", ".", "--unread-for=-.5h"], "--unread-for is '-.5h', but must be a number, not below 0"),
-        (["gc", ".", "--capacity", "-1"], "--capacity is '-1', but must be 0, a size with a unit, or"),
+        (["gc", ".", "--unread-for", "7"], "; nearest valid value: 7d"),
+        (["gc", ".", "--unread-for", "10m"], "; nearest valid value: 10min"),
+        (["gc", ".", "--unread-for", "1month"], "; for example: 7d"),
+        (["gc", ".", "--unread-for", "-1d"], "--unread-for is '-1d', but must be 0, or a number and one of"),
+        (["gc", ".", "--unread-for", "-1d"], "; for example: 7d"),
+        (["gc", ".", "--unread-for=-.5h"], "--unread-for is '-.5h', but must be 0, or a number"),
+        (["gc", ".", "--capacity", "-1"], "--capacity is '-1', but must be 0 or more: a size with a unit, or"),
         (["gc", ".", "--capacity", "-1GiB"], "; for example: 200GiB"),
         (["gc", ".", "--capacity", "10"], "bytes from 1048576; nearest valid value: 10GiB"),
         (["gc", ".", "--capacity", " +0.5"], "; nearest valid value: 0.5GiB"),
@@ -720,10 +723,10 @@ async def test_gc_makes_room_though_its_output_is_full(
 
 
 def test_ages() -> None:
-    """Seconds, minutes, hours, days, weeks, and fractions of them."""
-    ages = [("90", 90.0), ("5s", 5.0), ("2min", 120.0), ("12h", 43_200.0), ("7D", 7 * DAY_S), ("1.5w", 10.5 * DAY_S)]
+    """Seconds, minutes, hours, days, weeks, and fractions of them; a bare 7 meant seconds and emptied a root."""
+    ages = [("0", 0.0), ("5s", 5.0), ("2min", 120.0), ("12h", 43_200.0), ("7D", 7 * DAY_S), ("1.5w", 10.5 * DAY_S)]
     assert [parse_age("x", text) for text, _ in ages] == [seconds for _, seconds in ages]
-    for text in ("", "-1d", "1y", "nan", "1e9", "1 d"):
+    for text in ("", "-1d", "1y", "nan", "1e9", "1 d", "7", "90", "1month"):
         with pytest.raises(ConfigError):
             parse_age("x", text)
 
@@ -734,3 +737,13 @@ def test_a_directory_that_is_no_root(tmp_path: Path, capsys: Capture) -> None:
     assert main(["gc", str(tmp_path)]) == 0
     assert main(["wipe", str(tmp_path), "--yes"]) == 0
     assert [path.name for path in files_under(tmp_path)] == ["file"]
+
+
+def test_rates() -> None:
+    """A second may be said; a hundred bytes in one were taken at their word, and the read took days."""
+    assert [parse_rate("x", text) for text in ("100MiB", "100 mib/s", "1GB/sec", "1048576")] == [
+        100 << 20, 100 << 20, 10**9, 1 << 20,
+    ]  # fmt: skip
+    for text, near in (("100", "100MiB"), ("1048575", "1048575MiB"), ("100MiBs", "100MiB"), ("0", "1")):
+        with pytest.raises(ConfigError, match=f"nearest valid value: {near}"):
+            parse_rate("x", text)

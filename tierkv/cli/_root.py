@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tierkv.cli._amounts import parse_rate
 from tierkv.cli._root_open import add_secret_arguments, opened
 from tierkv.cli._words import counted
 from tierkv.errors import bad_setting
-from tierkv.sizes import format_size, parse_size
+from tierkv.sizes import format_size
 
 if TYPE_CHECKING:
     from tierkv.tiers._fs.found import Found
@@ -60,7 +61,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", metavar="ROOT", help="the tier's root_dir")
     parser.add_argument("--namespace", metavar="DIGEST", help="only this one; its first digits will do")
     parser.add_argument("--sample", metavar="PART", default="1", help="part of the chunks, the same each time (0.01)")
-    parser.add_argument("--rate", metavar="SIZE", help="read at most this many bytes a second")
+    parser.add_argument("--rate", metavar="SIZE", help="read at most this many bytes a second (100MiB)")
     add_secret_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line, the last one with the counts")
 
@@ -306,7 +307,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
     namespace = digits("--namespace", arguments.namespace, NAMESPACE_LENGTH)
     part = _part("--sample", arguments.sample)
-    pace = Pace(None if arguments.rate is None else parse_size("--rate", arguments.rate))
+    pace = Pace(None if arguments.rate is None else parse_rate("--rate", arguments.rate))
     counts: Counter[str] = Counter(verified=0, wrong=0, unlisted=0, unfinished=0, foreign=0, passed_over=0, nbytes=0)
     with opened(arguments) as root:
         _refuse_unknown(root, namespace)

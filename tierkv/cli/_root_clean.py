@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from tierkv.cli._amounts import parse_age, parse_capacity
 from tierkv.cli._output import OutputError
 from tierkv.cli._root import NAMESPACE_LENGTH, digits, visible
 from tierkv.cli._root_open import opened
 from tierkv.cli._words import counted
 from tierkv.errors import ConfigError, TierError, bad_setting
-from tierkv.sizes import format_size, parse_size
+from tierkv.sizes import format_size
 
 if TYPE_CHECKING:
     from tierkv.tiers._fs.found import Found
@@ -33,10 +33,6 @@ WIPE_DESCRIPTION = """\
 Removes everything that tierkv has in a directory, or in one namespace of it; what is not tierkv's stays, and so does
 the directory. Refuses while an engine uses it. Asks on a terminal; elsewhere --yes is needed."""
 
-_AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h|d|w)?")
-_LIKE_AN_AGE: Final = re.compile(r"-?([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
-_UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
-LEAST_BARE_NBYTES: Final = 1 << 20
 WIPED: Final = "wiped"
 MOST_NAMED: Final = 20
 """Files that could not be removed and are named; the others are counted."""
@@ -128,29 +124,6 @@ class Tale:
 
 
 # -- gc ---------------------------------------------------------------------------------------------------------
-
-
-def parse_age(option: str, text: str) -> float:
-    """Seconds, from text such as 7d, 12h, 30min or 90. Raises ConfigError."""
-    match = _AGE.fullmatch(text.strip().lower())
-    if match is None:
-        like = _LIKE_AN_AGE.match(text.strip().lower())
-        near = None if like is None else like[1] + ("min" if like[2] == "m" else like[2])
-        allowed = "a number, not below 0, and one of s, min, h, d and w"
-        raise bad_setting(option, text, allowed, near, example="7d")
-    return float(match[1]) * _UNITS[match[2] or "s"]
-
-
-def parse_capacity(option: str, text: str) -> int:
-    """Bytes. Raises ConfigError, also for a small number without a unit: it was meant as GiB, and would take all."""
-    allowed = f"0, a size with a unit, or a whole number of bytes from {LEAST_BARE_NBYTES}"
-    number = text.strip().removeprefix("+")
-    if number.startswith("-"):
-        raise bad_setting(option, text, allowed, example="200GiB")  # not the nearest: 0 is all there is
-    nbytes = parse_size(option, text, low=0)
-    if nbytes < LEAST_BARE_NBYTES and number.strip("0.") and not number[-1].isalpha():
-        raise bad_setting(option, text, allowed, f"{number}GiB")
-    return nbytes
 
 
 def run_gc(arguments: argparse.Namespace) -> int:
