@@ -53,16 +53,6 @@ class Flow(Moves):
         else:
             self._finish_write(flight, outcome, ended=ended)
 
-    def _note_late(self, flight: Flight, *, is_late: bool) -> None:
-        """What a transfer keeps of lower levels is not free soon, or is so again: a hanging one has ended after all."""
-        transfer, by = flight.transfer, 1 if is_late else -1
-        (self._late.add if is_late else self._late.discard)(transfer.id)
-        for index, entry in ((transfer.source, flight.source), (transfer.target, flight.target)):
-            if index and entry is not None:
-                self.levels[index].hang(entry.key, by)
-        if transfer.kind is TransferKind.DELETE:
-            self.levels[transfer.source].deleting_nbytes -= by * flight.source.charge_nbytes
-
     def finish_all(self, ends: Iterable[End]) -> None:
         """:meth:`finish` for many, in their order; writes that went well, and follow each other, are taken together."""
         for levels, some in groupby(ends, self._levels_of_good_write):
@@ -135,12 +125,18 @@ class Flow(Moves):
             self._source_lost(above, flight.source, outcome)
         if not ended:
             self._give_up_demotion(above, flight)
-        if ended:
-            level.queued_nbytes -= entry.charge_nbytes
-            if flight.demote:
-                above.demoting_nbytes -= flight.source.charge_nbytes
-            self._release(above, flight.source)
-            self._pump_up(level.index)
+            return
+        level.queued_nbytes -= entry.charge_nbytes
+        self._copied_down(above, flight, well=outcome.ok)
+        self._pump_up(level.index)
+
+    def _copied_down(self, above: LevelBooks, flight: Flight, *, well: bool) -> None:
+        """A copy down has ended: its source may leave."""
+        if flight.demote:
+            above.demoting_nbytes -= flight.source.charge_nbytes
+        self._release(above, flight.source)
+        if flight.demote and well:
+            self._trim(above)  # before the level below evicts it again: it would come and go without an end
 
     def _give_up_demotion(self, above: LevelBooks, flight: Flight) -> None:
         """A copy down hangs: its source leaves without it, or would keep its ancestors, unless somebody reads it."""

@@ -190,7 +190,7 @@ class LevelBooks:
         free = ledger.free_nbytes + self.deleting_nbytes + self.demoting_nbytes
         capacity = ledger.capacity_nbytes
         high, low = int(capacity * self.plan.high_water), int(capacity * self.plan.low_water)
-        if low * len(ledger) < ledger.ready_nbytes:
+        if low * (len(ledger) - ledger.n_foreign - ledger.n_pending) < ledger.ready_nbytes:
             high = low = 0
         if free < max(high, self.min_free_nbytes):
             self.trimming = True

@@ -146,6 +146,16 @@ class Moves:
             return self.levels[transfer.source].reads
         return self.levels[transfer.target].writes
 
+    def _note_late(self, flight: Flight, *, is_late: bool) -> None:
+        """What a transfer keeps of lower levels is not free soon, or is so again: a hanging one has ended after all."""
+        transfer, by = flight.transfer, 1 if is_late else -1
+        (self._late.add if is_late else self._late.discard)(transfer.id)
+        for index, entry in ((transfer.source, flight.source), (transfer.target, flight.target)):
+            if index and entry is not None:
+                self.levels[index].hang(entry.key, by)
+        if transfer.kind is TransferKind.DELETE:
+            self.levels[transfer.source].deleting_nbytes -= by * flight.source.charge_nbytes
+
     def _emit(self, level: LevelBooks, kind: EventKind, entry: Entry, reason: Reason | None = None) -> None:
         if self.record_events:
             self._events.append(Event(level.index, kind, entry.chunk, reason))

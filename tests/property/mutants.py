@@ -67,8 +67,8 @@ MUTANTS = [
     Mutant(
         "a copy down forgets to release its source",
         FLOW,
-        "            self._release(above, flight.source)\n            self._pump_up(level.index)",
-        "            self._pump_up(level.index)",
+        "        self._release(above, flight.source)\n        if flight.demote and well:",
+        "        if flight.demote and well:",
     ),
     Mutant(
         "a slot is freed before its writer has ended",

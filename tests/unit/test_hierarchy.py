@@ -508,6 +508,33 @@ def test_a_read_that_hangs_is_not_waited_for() -> None:
     assert h.at_rest and not h.levels[1].hanging
 
 
+def test_what_came_down_leaves_above_before_it_leaves_below() -> None:
+    """Both levels wanted the only chunk gone that may leave: it was written below, deleted there, written, ..."""
+    h = over(2, disk(2, writes=Writes.DEMOTE, high_water=0.9, low_water=0.9))
+    a, b = chain("a", 1), chain("b", 1)
+    n_transfers = 0
+    for chunks in (a, b):
+        store(h, chunks)
+        h.guard(names(a))
+        while n_transfers < 20 and (transfers := h.take_transfers()):
+            for transfer in transfers:
+                h.finish(transfer.id, Outcome(transfer.chunk.key, Status.OK))
+            n_transfers += len(transfers)
+    assert n_transfers == 2, "a write and a deletion"
+    assert keys(h) == names(a) and not keys(h, 1)
+    h.check()
+
+
+def test_a_small_level_has_no_reserve_beside_what_others_own() -> None:
+    """Less than a chunk is no reserve, however many a neighbour on the root has: it would cost one that fits."""
+    h = over(4, disk(3, high_water=0.3, low_water=0.3))
+    h.absorb(1, [Found(ChunkKey(b"foreign%d" % i), SLOT, owned=False) for i in range(9)])
+    for name in "abc":
+        store(h, chain(name, 1))
+        run(h)
+    assert {entry.key for entry in h.levels[1].ledger if entry.owned} == {b"a0", b"b0", b"c0"}
+
+
 def test_a_write_that_comes_late_is_undone() -> None:
     """A write past its deadline is a refusal; should it succeed after all, its file is deleted."""
     h = over(2, disk())
