@@ -125,6 +125,9 @@ class Flow(Moves):
             self._source_lost(above, flight.source, outcome)
         if not ended:
             self._give_up_demotion(above, flight)
+            for each in (level, above):
+                if each.waiting:  # for what is not free soon any more
+                    self._pump(each)
             return
         level.queued_nbytes -= entry.charge_nbytes
         self._copied_down(above, flight, well=outcome.ok)

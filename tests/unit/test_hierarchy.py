@@ -535,6 +535,26 @@ def test_a_small_level_has_no_reserve_beside_what_others_own() -> None:
     assert {entry.key for entry in h.levels[1].ledger if entry.owned} == {b"a0", b"b0", b"c0"}
 
 
+def test_no_write_waits_for_a_copy_down_that_hangs() -> None:
+    """Its source leaves without it, but its space is not free soon: who waited for that is told, and waits no more."""
+    h = over(4, disk(2, high_water=0.0, low_water=0.0), disk(writes=Writes.DEMOTE))
+    a = chain("a", 2)
+    store(h, a)
+    run(h)
+    store(h, chain("b", 2))
+    late: list[Transfer] = []
+    while copies := h.take_transfers():
+        for copy in copies:
+            h.finish(copy.id, Outcome(copy.chunk.key, Status.FAILED, Reason.DEADLINE), ended=False)
+        late += copies
+    assert [copy.kind for copy in late] == [TransferKind.DEMOTE] * 2, "each makes room by itself"
+    assert not h.levels[1].waiting and h.levels[1].counts.refused["full"] == 2
+    for copy in late:
+        h.finish(copy.id, Outcome(copy.chunk.key, Status.OK))
+    run(h)
+    assert h.at_rest
+
+
 def test_a_write_that_comes_late_is_undone() -> None:
     """A write past its deadline is a refusal; should it succeed after all, its file is deleted."""
     h = over(2, disk())
