@@ -10,7 +10,7 @@ from tierkv.sizes import parse_size
 
 _AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|min|h|d|w)")
 _LIKE_AN_AGE: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(s|min|m$|h|d|w|$)")
-_SECONDS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_UNITS: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 LEAST_BARE_NBYTES: Final = 1 << 20
 
 
@@ -24,7 +24,7 @@ def parse_age(option: str, text: str) -> float:
         like = _LIKE_AN_AGE.match(written)
         near = None if like is None else like[1] + {"m": "min", "": "d"}.get(like[2], like[2])
         raise bad_setting(option, text, "0, or a number and one of s, min, h, d and w", near, example="7d")
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def parse_capacity(option: str, text: str) -> int:
